@@ -1,0 +1,241 @@
+"""The one door to attention: check everything, ask the kernels in order, run one, then what can be said over (out, lse).
+
+`attention` computes, `attention_weights` gives the matrix to those who want to look at it, `choose` says which kernel
+is taken and why the others are not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead import reference
+from multihead.errors import bad_type, bad_value, describe
+from multihead.kernels import FAST, Kernel
+from multihead.masks import Mask
+from multihead.positions import Position
+from multihead.request import Request, make_request
+
+__all__ = ["KERNELS", "Choice", "KernelRefusal", "attention", "attention_weights", "choose"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    bias: Tensor | Position | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    kernel: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head attention: softmax(scale * q k^T, masked) v, by the fastest kernel that can.
+
+    Args:
+        q: queries (*batch, H, L, D). Any number of batch axes, none included.
+        k: keys (*batch, K, S, D). H is a multiple of K; query head h reads key/value head h // (H // K).
+        v: values (*batch, K, S, V).
+        mask: who may see whom, a mask (`causal()`, `window(left=255, right=0)`, `lengths(n)`, joined by & | ~) or a bool
+            tensor that broadcasts to (*batch, H, L, S). True = may attend. A query that sees nothing gives zeros.
+        bias: added to the scores after the softcap: a tensor that broadcasts to (*batch, H, L, S), or a position that
+            biases scores, such as `ALiBi(H)`.
+        scale: of the scores; by default 1 / sqrt(D).
+        softcap: bounds the scores to -softcap .. softcap by softcap * tanh(scores / softcap), before bias and mask.
+        sinks: (H,), a logit for each head that takes a share of the softmax and adds no value.
+        dropout: the share of weights that is dropped, here and now: a function has no train or eval mode.
+        q_positions, k_positions: where the tokens stand, (L,) and (S,) or (*batch, L) and (*batch, S). Causal, window,
+            prefix and biases follow them. By default the queries are the last L of the S keys.
+        kernel: the name of one in `KERNELS`, to have that one or an error; by default the first that can.
+        return_lse: also give the log of the softmax's denominator (sinks included).
+
+    Returns:
+        (*batch, H, L, V) in the dtype of q; with `return_lse` also lse (*batch, H, L), float32 (float64 for float64),
+        differentiable, and -inf for a query that sees nothing.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message says which, what was expected and what to do.
+        KernelRefusal: the kernel asked for by name can't; a ValueError with its reasons.
+
+    Under autocast q, k and v are converted to its dtype, as torch's own attention does.
+    """
+    device = q.device.type if isinstance(q, Tensor) else "cpu"  # pyright: ignore[reportUnnecessaryIsInstance]
+    if torch.is_autocast_enabled(device):
+        q, k, v = _autocast(q, k, v, device)
+        with torch.autocast(device, enabled=False):
+            return attention(
+                q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, q_positions=q_positions,
+                k_positions=k_positions, kernel=kernel, return_lse=return_lse,
+            )  # fmt: skip
+    needs_lse = return_lse or sinks is not None
+    request = make_request(
+        q, k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, reference.attention
+    )
+    if sinks is not None:
+        _check_sinks(sinks, q)
+    chosen = _first(request) if kernel is None else _named(request, kernel)
+    out, lse = chosen.run(request)
+    if sinks is not None:
+        assert lse is not None
+        # The sink's logit joins the denominator: all weights shrink by exp(lse) / (exp(lse) + exp(sink)).
+        logits = sinks.to(lse.dtype)[:, None]  # (H, 1)
+        out = out * torch.sigmoid(lse - logits)[..., None].to(out.dtype)
+        lse = torch.logaddexp(lse, logits.expand_as(lse))
+    if q.ndim != 4:
+        out = out.reshape(*q.shape[:-1], v.shape[-1])
+        lse = lse if lse is None else lse.reshape(q.shape[:-1])
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    bias: Tensor | Position | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> Tensor:
+    """The weights that `attention` of the same arguments multiplies the values by, before dropout.
+
+    Args: as of `attention`.
+
+    Returns:
+        (*batch, H, L, S), float32 (float64 for float64), differentiable. Rows sum to 1, to less where a sink takes its
+        share, to 0 where nothing is visible. This is the L x S tensor that `attention` itself does without.
+
+    Raises:
+        ValueError, TypeError: as `attention`.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k = _autocast(q, k, k, q.device.type)[:2]
+        with torch.autocast(q.device.type, enabled=False):
+            return attention_weights(
+                q, k, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, q_positions=q_positions,
+                k_positions=k_positions,
+            )  # fmt: skip
+    nothing = k.new_empty(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k  # pyright: ignore[reportUnnecessaryIsInstance]
+    request = make_request(
+        q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
+    )
+    if sinks is not None:
+        _check_sinks(sinks, q)
+    weights = _by_definition(request, sinks).weights
+    return weights if q.ndim == 4 else weights.reshape(*q.shape[:-1], k.shape[-2])
+
+
+class Choice(NamedTuple):
+    """Which kernel a request is given to, and what was said about each."""
+
+    kernel: Kernel
+    refusals: dict[str, list[str]]  # by kernel, in the order asked: why it can't
+    drawbacks: dict[str, list[str]]  # by kernel that can: why another was preferred
+
+
+class KernelRefusal(ValueError):
+    """A kernel asked for by name can't run the request."""
+
+
+def choose(request: Request) -> Choice:
+    """The kernel that `attention` takes for a request, with every kernel's reasons."""
+    refusals = {name: kernel.refusals(request) for name, kernel in KERNELS.items()}
+    drawbacks = {name: kernel.drawbacks(request) for name, kernel in KERNELS.items() if not refusals[name]}
+    return Choice(_first(request), refusals, drawbacks)
+
+
+def _first(request: Request) -> Kernel:
+    """The first kernel without refusals and drawbacks; if there is none, the first without refusals."""
+    able: Kernel | None = None
+    for kernel in KERNELS.values():
+        if not kernel.refusals(request):
+            if not kernel.drawbacks(request):
+                return kernel
+            able = able or kernel
+    assert able is not None  # the reference refuses nothing
+    return able
+
+
+def _named(request: Request, name: object) -> Kernel:
+    if not isinstance(name, str) or name not in KERNELS:
+        got = name if isinstance(name, str) else describe(name)
+        raise bad_value("kernel", f"one of {', '.join(KERNELS)}, or None", got)
+    reasons = KERNELS[name].refusals(request)
+    if reasons:
+        instead = f"{_first(request).NAME} can: leave kernel out, and explain() tells what is taken."
+        raise KernelRefusal(f"kernel={name!r} can't run this call: {'; '.join(reasons)}. {instead}")
+    return KERNELS[name]
+
+
+class _Reference:
+    """The definition as a kernel, the last that is asked."""
+
+    NAME = "reference"
+
+    def refusals(self, request: Request) -> list[str]:  # noqa: ARG002  (every kernel is asked in the same way)
+        return []
+
+    def drawbacks(self, request: Request) -> list[str]:
+        L, S = request.sizes.L, request.sizes.S
+        return [f"it makes several tensors of H x {L} x {S} for each row of the batch"]
+
+    def run(self, request: Request) -> tuple[Tensor, Tensor | None]:
+        out, _, lse = _by_definition(request, None)
+        return out, lse
+
+
+KERNELS: dict[str, Kernel] = {kernel.NAME: kernel for kernel in (*FAST, _Reference())}
+
+
+def _by_definition(request: Request, sinks: Tensor | None) -> reference.Attended:
+    q_positions, k_positions = request.positions()
+    dropout_mask = None
+    if request.dropout:
+        B, H, _, L, S, _, _ = request.sizes
+        dropout_mask = torch.nn.functional.dropout(request.q.new_ones(B, H, L, S), request.dropout)
+    return reference.attention(
+        request.q,
+        request.k,
+        request.v,
+        request.mask,
+        bias=request.bias,
+        scale=request.scale,
+        softcap=request.softcap,
+        sinks=sinks,
+        dropout_mask=dropout_mask,
+        q_positions=q_positions,
+        k_positions=k_positions,
+    )
+
+
+def _check_sinks(sinks: object, q: Tensor) -> None:
+    H = q.shape[-3]
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        raise bad_type("sinks", f"a floating point tensor (H,) with H={H}", sinks)
+    if tuple(sinks.shape) != (H,):
+        raise bad_value("sinks", f"the shape (H,) with H={H}", describe(sinks), "It is one logit for each query head.")
+    if sinks.device != q.device:
+        raise bad_value("sinks", f"the device of q, {q.device}", sinks.device, "", "Move it with .to(q.device).")
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as autocast wants them: its dtype, float64 left alone."""
+    dtype = torch.get_autocast_dtype(device)
+
+    def convert(tensor: Tensor) -> Tensor:
+        low = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64  # pyright: ignore[reportUnnecessaryIsInstance]
+        return tensor.to(dtype) if low else tensor
+
+    return convert(q), convert(k), convert(v)

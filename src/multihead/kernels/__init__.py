@@ -1,0 +1,32 @@
+"""The kernels: ways to compute a request. Each is a module with the same three functions.
+
+    refusals(request) -> list[str]     why it can't; empty: it can
+    drawbacks(request) -> list[str]    why another one should be preferred although it can
+    run(request) -> (out, lse)         lse may be None unless request.needs_lse
+
+The dispatcher, `explain`, `doctor` and the support table in the docs all read the same lists.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from multihead.kernels import blocks, flex, sdpa, varlen
+from multihead.request import Request
+
+__all__ = ["FAST", "Kernel"]
+
+
+class Kernel(Protocol):
+    """What a kernel module looks like."""
+
+    NAME: str
+
+    def refusals(self, request: Request) -> list[str]: ...
+    def drawbacks(self, request: Request) -> list[str]: ...
+    def run(self, request: Request) -> tuple[Tensor, Tensor | None]: ...
+
+
+FAST: tuple[Kernel, ...] = (sdpa, blocks, flex, varlen)  # in the order in which they are asked

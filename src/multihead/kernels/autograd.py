@@ -1,0 +1,47 @@
+"""What the kernels share about differentiation: when they must stand aside, and second derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from multihead.request import Attended, Request
+
+
+def transform_refusals(request: Request) -> list[str]:
+    """Refusals of a kernel whose gradient is written by hand, for one backward pass at a time."""
+    if torch._C._are_functorch_transforms_active():
+        return ["inside a torch.func transform (vmap, jvp, grad ...), which needs plain PyTorch operations"]
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in (request.q, request.k, request.v, request.bias)
+        if isinstance(tensor, Tensor)
+    ):
+        return ["forward-mode AD: the kernel has no tangent rule"]
+    return []
+
+
+def differentiable_gradients(
+    define: Callable[..., Attended],
+    inputs: Sequence[Tensor | None],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients to `inputs` that can be differentiated again, by way of the definition over them.
+
+    For the backward of a kernel while grad mode is on, which is how autograd says `create_graph=True`.
+    """
+    with torch.enable_grad():
+        # Aliases: were q, k and v one tensor, each would otherwise get the sum of all three gradients.
+        aliases = [None if t is None else t.view_as(t) for t in inputs]
+        out, _, lse = define(*aliases)
+        pairs = [(y, g.to(y.dtype)) for y, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
+        wanted = [t for t in aliases if t is not None and t.requires_grad]
+        if not pairs or not wanted:
+            return (None,) * len(aliases)
+        outputs, grads = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+        return tuple(next(found) if t is not None and t.requires_grad else None for t in aliases)

@@ -1,0 +1,115 @@
+"""The definition of attention. Read this file first.
+
+    scores  = scale * q k^T                      how well query i matches key j
+    scores  = softcap * tanh(scores / softcap)   if asked: bounded, before anything is added or hidden
+    scores  = scores + bias                      if given
+    scores  = scores where visible, else -inf    the mask
+    lse     = log(sum_j exp(scores) + exp(sink)) the softmax's denominator, and the sink's share of it
+    weights = exp(scores - lse)                  rows sum to 1, or to less where a sink takes its share
+    out     = (weights * dropout_mask) v
+
+from "Attention Is All You Need" (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762); grouped heads from Ainslie
+et al. (2023, https://arxiv.org/abs/2305.13245), softcap from Gemma 2 (2024, https://arxiv.org/abs/2408.00118), sinks
+as extra logits without a value from gpt-oss (2025) and Miller, "Attention is off by one" (2023).
+
+Everything else in this package is a faster way to get the same numbers, and is tested against this function. It is
+plain differentiable PyTorch: gradients of any order, forward-mode AD and vmap work, and it is as slow and as large
+(B x H x L x S) as it looks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.masks import Mask, as_mask
+from multihead.plane import default_positions
+from multihead.positions import Position
+
+
+class Attended(NamedTuple):
+    """What attention gives. The letters: B batch (any number of axes), H heads, L queries, S keys, V value width."""
+
+    out: Tensor  # (*batch, H, L, V), in the dtype of q
+    weights: Tensor  # (*batch, H, L, S), before dropout, float32 or better
+    lse: Tensor  # (*batch, H, L), float32 or better; -inf for a row that sees nothing and has no sink
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    bias: Tensor | Position | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> Attended:
+    """Attention by its formula.
+
+    Args:
+        q: (*batch, H, L, D); k: (*batch, K, S, D); v: (*batch, K, S, V). H is a multiple of K, and query head h reads
+            key/value head h // (H // K).
+        mask: who may see whom, True = may attend.
+        bias: added to the scores, (H, L, S) or what broadcasts to (*batch, H, L, S), or a Position that makes it.
+        scale: of the scores, by default 1 / sqrt(D).
+        softcap: scores are bounded to -softcap .. softcap.
+        sinks: (H,), a logit for each head that takes a share of the softmax and adds no value.
+        dropout_mask: (*batch, H, L, S), what the weights are multiplied by: 0, or 1 / (1 - rate).
+        q_positions, k_positions: (L,) and (S,) or with the batch axes; by default the queries are the last L keys.
+
+    Returns:
+        `Attended(out, weights, lse)`. Arithmetic is float32, or float64 for float64 inputs.
+    """
+    H, L, D = q.shape[-3:]
+    K, S = k.shape[-3:-1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_positions, k_positions = default_positions(L, S, q_positions, k_positions, q.device)
+    visible = torch.ones(L, S, dtype=torch.bool, device=q.device)
+    if mask is not None:
+        visible = as_mask(mask).dense(L, S, q_positions=q_positions, k_positions=k_positions, device=q.device)
+
+    # A key that nobody may see is replaced by zeros, so that NaN or inf in padding cannot come back as 0 * NaN.
+    seen = _seen_by_kv_head(visible, H, K)  # (..., K or 1, S, 1)
+    k_KSD, v_KSV = (torch.where(seen, t.to(wide), 0.0) for t in (k, v))
+    k_HSD, v_HSV = (t.repeat_interleave(H // K, dim=-3) for t in (k_KSD, v_KSV))
+
+    scores = q.to(wide) @ k_HSD.transpose(-1, -2) * (1.0 / math.sqrt(D) if scale is None else scale)  # (..., H, L, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + (bias.to(wide) if isinstance(bias, Tensor) else _bias_of(bias, q_positions, k_positions, wide))
+    scores = torch.where(visible, scores, -math.inf)
+
+    # A row that sees nothing has the softmax of an empty set. Its scores are replaced before the logsumexp, whose
+    # gradient there would be NaN; afterwards it gets weight 0 and lse -inf.
+    blind = (scores == -math.inf).all(-1, keepdim=True)  # (..., H, L, 1)
+    lse = torch.logsumexp(torch.where(blind, 0.0, scores), dim=-1, keepdim=True)
+    lse = torch.where(blind, -math.inf, lse)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(wide)[:, None, None])  # (H, 1, 1) to (..., H, L, 1)
+    # exp(-inf - -inf) would be NaN, so blind rows are taken out on both sides of the exp.
+    weights = torch.where(blind, 0.0, torch.exp(torch.where(blind, 0.0, scores - torch.where(blind, 0.0, lse))))
+
+    kept = weights if dropout_mask is None else weights * dropout_mask
+    return Attended((kept @ v_HSV).to(q.dtype), weights, lse.squeeze(-1))
+
+
+def _seen_by_kv_head(visible: Tensor, H: int, K: int) -> Tensor:
+    """Which keys any query of a group may see: (..., H or 1, L, S) to (..., K or 1, S, 1)."""
+    seen = visible.any(-2)  # (..., H or 1, S), or (S,)
+    if seen.ndim > 1 and seen.shape[-2] == H != 1:
+        seen = seen.unflatten(-2, (K, H // K)).any(-2)
+    return seen[..., None]
+
+
+def _bias_of(position: Position, q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor:
+    bias = position.bias(q_positions, k_positions)  # (..., H, L, S)
+    return torch.zeros((), dtype=dtype, device=q_positions.device) if bias is None else bias.to(dtype)

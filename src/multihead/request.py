@@ -1,0 +1,281 @@
+"""One call of attention, checked and brought to one form: what every kernel is asked about and runs on."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.errors import bad_type, bad_value, check_probability, describe, is_number
+from multihead.masks import Bounds, Mask, as_mask
+from multihead.plane import Blocks, Plane, Tile, default_positions
+from multihead.positions import Position
+
+Attended = tuple[Tensor, Tensor, Tensor]  # what the reference returns: (out, weights, lse)
+Definition = Callable[..., Attended]
+_ALL = slice(None)
+
+
+class Request:
+    """Attention over one batch axis: q (B,H,L,D), k (B,K,S,D), v (B,K,S,V), all of one dtype on one device.
+
+    Attributes:
+        mask, bias, scale, softcap, dropout: as `attention` takes them, checked; tensors in them have one batch axis.
+        needs_lse: whether the answer must contain lse.
+        needs_grad: whether the call is being recorded by autograd.
+        sizes: (B, H, K, L, S, D, V).
+        definition: the reference, as a function. Kernels may not import it (the tests hold them against it), and turn to
+            it for second derivatives.
+    """
+
+    __slots__ = (
+        "_bounds",
+        "_positions",
+        "bias",
+        "definition",
+        "dropout",
+        "k",
+        "mask",
+        "needs_grad",
+        "needs_lse",
+        "q",
+        "scale",
+        "sizes",
+        "softcap",
+        "v",
+    )
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        bias: Tensor | Position | None,
+        scale: float,
+        softcap: float | None,
+        dropout: float,
+        positions: tuple[Tensor | None, Tensor | None],
+        needs_lse: bool,
+        definition: Definition,
+    ) -> None:
+        self.q, self.k, self.v = q, k, v
+        self.mask, self.bias, self.scale, self.softcap, self.dropout = mask, bias, scale, softcap, dropout
+        self._positions = positions
+        self._bounds: dict[tuple[int, int], Bounds] = {}
+        self.needs_lse = needs_lse
+        self.needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        B, H, L, D = q.shape
+        K, S = k.shape[1], k.shape[2]
+        self.sizes = Sizes(B, H, K, L, S, D, v.shape[3])
+        self.definition = definition
+
+    @property
+    def has_default_positions(self) -> bool:
+        """Whether the queries are simply the last L of the S keys."""
+        return self._positions[0] is None and self._positions[1] is None
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """q_positions (L,) or (B, L), k_positions (S,) or (B, S)."""
+        given_q, given_k = self._positions
+        if given_q is None or given_k is None:
+            self._positions = default_positions(self.sizes.L, self.sizes.S, given_q, given_k, self.q.device)
+        q_positions, k_positions = self._positions
+        assert q_positions is not None and k_positions is not None
+        return q_positions, k_positions
+
+    def visible(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor | None:
+        """The mask over a rectangle: bool (B or 1, H or 1, rows or 1, columns or 1); None = all visible."""
+        if self.mask is None:
+            return None
+        return _four_axes(self.mask.visible(Tile(self.sizes.L, self.sizes.S, *self.positions(), rows, columns)))
+
+    def added(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor | None:
+        """The bias over a rectangle: (B or 1, H or 1, rows or 1, columns or 1); None = no bias."""
+        if self.bias is None:
+            return None
+        if isinstance(self.bias, Tensor):
+            return self.tile_of(self.bias, rows, columns)
+        q_positions, k_positions = self.positions()
+        bias = self.bias.bias(q_positions[..., rows], k_positions[..., columns])
+        return None if bias is None else _four_axes(bias)
+
+    def tile_of(self, table: Tensor, rows: slice, columns: slice) -> Tensor:
+        """A rectangle of a table (..., L or 1, S or 1), as a view with four axes."""
+        return _four_axes(Tile(self.sizes.L, self.sizes.S, *self.positions(), rows, columns).per_pair(table))
+
+    def with_tensors(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Position | None) -> Request:
+        """The same request over other tensors, for a backward pass that gets them from autograd."""
+        self.positions()
+        other = copy.copy(self)
+        other.q, other.k, other.v, other.bias = q, k, v, bias
+        return other
+
+    def bounds(self, q_size: int, k_size: int) -> Bounds | None:
+        """What blocks of queries see of blocks of keys: bool (B or 1, nQ, nK) twice; None = everything."""
+        if self.mask is None:
+            return None
+        if (q_size, k_size) not in self._bounds:
+            blocks = Blocks(self.sizes.L, self.sizes.S, *self.positions(), q_size, k_size)
+            some, every = self.mask.bounds(blocks)
+            shape = torch.broadcast_shapes(some.shape, (1, -(-self.sizes.L // q_size), -(-self.sizes.S // k_size)))
+            self._bounds[q_size, k_size] = Bounds(some.expand(shape), every.expand(shape))
+        return self._bounds[q_size, k_size]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a request, by the letters of the alphabet."""
+
+    B: int
+    H: int
+    K: int
+    L: int
+    S: int
+    D: int
+    V: int
+
+
+def make_request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Tensor | Position | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    needs_lse: bool,
+    definition: Definition,
+) -> Request:
+    """Check everything, then join the batch axes into one.
+
+    Raises:
+        ValueError, TypeError: what `attention` documents.
+    """
+    q_shape, k_shape, v_shape = _check_inputs(q, k, v)
+    batch, H, L, D = q_shape[:-3], q_shape[-3], q_shape[-2], q_shape[-1]
+    S = k_shape[-2]
+    if scale is None:
+        scale = 1.0 / math.sqrt(D)
+    elif not is_number(scale):
+        raise bad_type("scale", "a number", scale)
+    elif scale != scale or scale in (math.inf, -math.inf):
+        raise bad_value("scale", "a finite number", scale)
+    if softcap is not None:
+        if not is_number(softcap):
+            raise bad_type("softcap", "a number above 0, or None", softcap)
+        if not 0 < softcap < math.inf:
+            raise bad_value("softcap", "a number above 0, or None", softcap, "It bounds the scores.")
+    if dropout:
+        dropout = check_probability("dropout", dropout)
+    if mask is not None or bias is not None or q_positions is not None or k_positions is not None:
+        plane = Plane(tuple(batch), H, L, S, q.device)
+        q_positions, k_positions = _check_positions(plane, q_positions, k_positions)
+        if mask is not None:
+            mask = as_mask(mask)
+            mask.check(plane)
+        if bias is not None:
+            _check_bias(bias, plane, D)
+        if len(batch) != 1:
+            mask = mask.flattened(tuple(batch)) if mask is not None else None
+            bias = _one_batch_axis(bias, batch, 3) if isinstance(bias, Tensor) else bias
+            q_positions = _one_batch_axis(q_positions, batch, 1) if q_positions is not None else None
+            k_positions = _one_batch_axis(k_positions, batch, 1) if k_positions is not None else None
+    if len(batch) != 1:
+        q, k, v = q.reshape(-1, *q_shape[-3:]), k.reshape(-1, *k_shape[-3:]), v.reshape(-1, *v_shape[-3:])
+    if isinstance(bias, torch.nn.Module):  # a learned table: its gradient needs the bias as a tensor
+        q_at, k_at = default_positions(L, S, q_positions, k_positions, q.device)
+        bias = bias.bias(q_at, k_at)
+    return Request(q, k, v, mask, bias, scale, softcap, dropout, (q_positions, k_positions), needs_lse, definition)
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Size, torch.Size]:
+    for name, form, tensor in (("q", "(*batch, H, L, D)", q), ("k", "(*batch, K, S, D)", k), ("v", "(*batch, K, S, V)", v)):
+        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise bad_type(name, f"a tensor {form}", tensor)
+        if not tensor.is_floating_point():
+            instead = "Embed tokens first." if not tensor.is_complex() else ""
+            raise bad_type(name, f"a floating point tensor {form}", tensor, "", instead)
+        if tensor.ndim < 3:
+            instead = "For one head insert the axis with [..., None, :, :]."
+            raise bad_value(name, f"at least three axes, {form}", describe(tensor), "", instead)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        got = f"q {q.dtype}, k {k.dtype}, v {v.dtype}"
+        raise bad_type("q, k, v", "one dtype", got, "", "Convert them with .to(q.dtype).")
+    if k.device != q.device or v.device != q.device:
+        got = f"q on {q.device}, k on {k.device}, v on {v.device}"
+        raise bad_value("q, k, v", "one device", got, "", "Move them with .to(q.device).")
+    if k_shape[:-3] != q_shape[:-3] or v_shape[:-3] != q_shape[:-3]:
+        got = f"{tuple(q_shape)}, {tuple(k_shape)}, {tuple(v_shape)}"
+        instead = "To share keys over a batch expand them first: k.expand(B, -1, -1, -1) makes no copy."
+        raise bad_value("q, k, v", "the same batch axes, (*batch, H, L, D), (*batch, K, S, D)", got, "", instead)
+    if k_shape[-3:-1] != v_shape[-3:-1]:
+        otherwise = "Each key has one value."
+        raise bad_value("v", f"(*batch, K, S, V) with K={k_shape[-3]}, S={k_shape[-2]}", describe(v), otherwise)
+    if q_shape[-1] != k_shape[-1]:
+        otherwise = "Scores are dot products of a query with a key."
+        raise bad_value("k", f"(*batch, K, S, D) with D={q_shape[-1]} as in q", describe(k), otherwise)
+    if q_shape[-1] == 0:
+        raise bad_value("q", "(*batch, H, L, D) with D of at least 1", describe(q))
+    H, K = q_shape[-3], k_shape[-3]
+    if H != K and (K == 0 or H % K):
+        otherwise = "Query heads could not be shared evenly among the key/value heads."
+        instead = "Layout is (*batch, heads, length, width): is an axis transposed?"
+        raise bad_value("k", f"(*batch, K, S, D) with K a divisor of H={H}", describe(k), otherwise, instead)
+    return q_shape, k_shape, v_shape
+
+
+def _check_positions(
+    plane: Plane, q_positions: Tensor | None, k_positions: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    for name, axis, given in (("q_positions", "L", q_positions), ("k_positions", "S", k_positions)):
+        if given is None:
+            continue
+        if not isinstance(given, Tensor) or given.dtype == torch.bool or given.is_complex():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise bad_type(name, f"a tensor of numbers ({axis},) or (*batch, {axis})", given)
+        if given.ndim == 0:
+            raise bad_value(name, f"the shape ({axis},) or (*batch, {axis})", describe(given))
+        plane.check_tokens(name, given, axis)
+    if k_positions is not None and q_positions is None and plane.L > plane.S:
+        otherwise = "The queries would be the last L of the S keys."
+        raise bad_value("q_positions", f"given when L={plane.L} > S={plane.S} and k_positions is", None, otherwise)
+    return q_positions, k_positions
+
+
+def _check_bias(bias: object, plane: Plane, D: int) -> None:
+    if isinstance(bias, Position):
+        if not bias.biases:
+            instead = "Rotate q and k with it before the call, or give it to Attention(position=)."
+            raise bad_type("bias", "a tensor, or a position that biases scores", bias, "It acts on q and k.", instead)
+        assert plane.heads is not None
+        bias.check(plane.heads, D)
+        return
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        is_bool = isinstance(bias, Tensor) and bias.dtype == torch.bool
+        instead = "Pass a bool tensor as mask=, True = may attend." if is_bool else ""
+        raise bad_type("bias", "a floating point tensor (*batch, H, L, S), or a Position", bias, "", instead)
+    if bias.ndim < 2:
+        raise bad_value("bias", "at least the axes (L, S), with 1 where one does not matter", describe(bias))
+    plane.check_pairs("bias", bias)
+
+
+def _one_batch_axis(tensor: Tensor, batch: torch.Size, own: int) -> Tensor:
+    """Join the batch axes of a tensor that has `own` axes besides them; without batch axes it stays as it is."""
+    if tensor.ndim <= own:
+        return tensor
+    lead = tensor.ndim - own
+    whole = (*([1] * (len(batch) - lead)), *tensor.shape[:lead])
+    if all(size == 1 for size in whole):
+        return tensor.reshape(1, *tensor.shape[lead:])
+    return tensor.expand(*batch, *tensor.shape[lead:]).reshape(-1, *tensor.shape[lead:])
+
+
+def _four_axes(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim == 4 else tensor[(None,) * (4 - tensor.ndim)]
