@@ -1,6 +1,39 @@
-"""Multi-head attention for PyTorch that is right, fast and open to look into."""
+"""Multi-head attention for PyTorch that is right, fast and open to look into.
+
+`Attention` is the layer, `attention` the function under it, `causal`, `window`, `lengths`, `padding`, `documents`, `prefix`
+and `dense` make masks, `Rotary`, `ALiBi`, `T5Bias` and `RelativeBias` are positions. `explain` says which kernel runs and
+why. True means *may attend*.
+"""
 
 from multihead.attention import KERNELS, KernelRefusal, attention, attention_weights
 from multihead.masks import Mask, causal, dense, documents, lengths, padding, prefix, window
+from multihead.module import Attention
+from multihead.positions import ALiBi, Position, RelativeBias, T5Bias
+from multihead.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "KERNELS",
+    "ALiBi",
+    "Attention",
+    "KernelRefusal",
+    "LinearScaling",
+    "Llama3Scaling",
+    "Mask",
+    "NTKScaling",
+    "Position",
+    "RelativeBias",
+    "Rotary",
+    "T5Bias",
+    "YarnScaling",
+    "attention",
+    "attention_weights",
+    "causal",
+    "dense",
+    "documents",
+    "lengths",
+    "padding",
+    "prefix",
+    "window",
+]

@@ -223,7 +223,7 @@ class YarnScaling(Scaling):
         low, high = max(low, 0), min(high, dim - 1)
         # The published 0.001 keeps a ramp of no width from dividing by zero. Ends that lie on the same side of all
         # indices are such a ramp too.
-        return low, max(high, low + 0.001) if high <= low else high
+        return low, high if high > low else low + 0.001
 
     def magnitude(self) -> float:
         if self.attention_factor is not None:

@@ -1,0 +1,415 @@
+"""`Attention`: the layer. Project, normalise, position, attend, gate, project out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from multihead.attention import attention, attention_weights
+from multihead.errors import bad_type, bad_value, check_probability, check_size, describe, is_number
+from multihead.masks import Mask, as_mask
+from multihead.plane import default_positions
+from multihead.positions import Position
+
+Positions = Tensor | tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Multi-head attention, batch first. Gives a tensor; weights only when asked for.
+
+        attn(x)              self-attention
+        attn(x, context)     queries from x, keys and values from context (encoder-decoder)
+        attn(q, k, v)        three sources
+
+    Letters: E = embed_dim, H = num_heads, K = num_kv_heads, D = head_dim, V = value_dim; L and S tokens, any number of
+    batch axes in front.
+
+    Args:
+        embed_dim: width E of the queries' input.
+        num_heads: H.
+        num_kv_heads: K, a divisor of H; by default H. Fewer key/value heads than query heads is grouped-query attention
+            (Ainslie et al. 2023), one is multi-query attention (Shazeer 2019).
+        head_dim: D of queries and keys; by default E / H.
+        value_dim: V of the values; by default D.
+        kdim, vdim: width of the keys' and of the values' input; by default E.
+        out_dim: width of the output; by default E.
+        bias: whether the q, k and v projections have a bias.
+        out_bias: whether the output projection has one; by default as `bias`.
+        packed: one projection for q, k and v (`qkv_proj`), or `q_proj` and one for k and v (`kv_proj`) when only kdim =
+            vdim; False: `q_proj`, `k_proj`, `v_proj`. By default packed where widths allow it.
+        position: a `Position`: `Rotary()` acts on q and k, `ALiBi(H)`, `T5Bias(H)`, `RelativeBias(H, 128)` on the scores.
+        qk_norm: RMS-normalise each head's q and k before the position, with a learned gain (Dehghani et al. 2023).
+        gate: multiply the heads' output by sigmoid(gate_proj(x)), element by element (Qiu et al. 2025).
+        sinks: a learned logit for each head that takes a share of the softmax, from 0.0 on.
+        softcap, scale: of the scores, see `attention`.
+        mask: of every call, a mask or a bool tensor, True = may attend; a call's own mask joins it by `&`.
+        dropout: of the weights, while training.
+        out_dropout: of the output, while training.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: sizes or options that do not fit, before any parameter is made.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        out_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        packed: bool | None = None,
+        position: Position | None = None,
+        qk_norm: bool = False,
+        gate: bool = False,
+        sinks: bool = False,
+        softcap: float | None = None,
+        scale: float | None = None,
+        mask: Mask | Tensor | None = None,
+        dropout: float = 0.0,
+        out_dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = check_size("embed_dim", embed_dim)
+        self.num_heads = check_size("num_heads", num_heads)
+        self.num_kv_heads = _check_kv_heads(num_heads, num_kv_heads)
+        self.head_dim = _check_head_dim(embed_dim, num_heads, head_dim)
+        sizes = {"value_dim": value_dim, "kdim": kdim, "vdim": vdim, "out_dim": out_dim}
+        given = {name: check_size(name, size) for name, size in sizes.items() if size is not None}
+        self.value_dim = given.get("value_dim", self.head_dim)
+        self.kdim, self.vdim = given.get("kdim", embed_dim), given.get("vdim", embed_dim)
+        self.out_dim = given.get("out_dim", embed_dim)
+        _check_flags(bias=bias, out_bias=out_bias, packed=packed, qk_norm=qk_norm, gate=gate, sinks=sinks)
+        if position is not None:
+            _check_position(position).check(num_heads, self.head_dim)
+        self.softcap, self.scale = _check_number("softcap", softcap, above_zero=True), _check_number("scale", scale)
+        self.mask = None if mask is None else as_mask(mask)
+        self.dropout = check_probability("dropout", dropout)
+        check_probability("out_dropout", out_dropout)
+        if packed and self.kdim != self.vdim:
+            otherwise = "One projection would need one width for the inputs of k and v."
+            got = f"kdim={self.kdim}, vdim={self.vdim}"
+            raise bad_value("packed", "kdim = vdim where it is True", got, otherwise, "Leave packed out.")
+
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        for name, parts in _layout(self._inputs, packed is not False):
+            self.add_module(name, nn.Linear(self._inputs[parts[0]], self._width(parts), bias, **make))
+        heads_width = num_heads * self.value_dim
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **make) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **make) if qk_norm else None
+        self.position = position
+        self.sinks = nn.Parameter(torch.empty(num_heads, **make)) if sinks else None
+        self.gate_proj = nn.Linear(embed_dim, heads_width, bias, **make) if gate else None
+        self.out_proj = nn.Linear(heads_width, self.out_dim, bias if out_bias is None else out_bias, **make)
+        self.out_dropout = nn.Dropout(out_dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew: matrices Xavier-uniform, each of q, k, v for itself (so that packed and split layouts
+        have one law, and with one seed the same numbers), biases and sinks 0, norms 1, a learned position by its own."""
+        for projection, rows in self._parts().values():
+            nn.init.xavier_uniform_(projection.weight[rows])
+        for projection in filter(None, (self.gate_proj, self.out_proj)):
+            nn.init.xavier_uniform_(projection.weight)
+        for module in self.children():
+            if isinstance(module, nn.Linear) and module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.RMSNorm) or (isinstance(module, Position) and hasattr(module, "reset_parameters")):
+                module.reset_parameters()
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Tensor | Position | None = None,
+        positions: Positions | None = None,
+        weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            query: (*batch, L, E).
+            key: (*batch, S, kdim); by default `query`.
+            value: (*batch, S, vdim); by default `key`.
+            mask: joins the layer's own by `&`; a mask or a bool tensor that broadcasts to (*batch, H, L, S), True = may
+                attend.
+            bias: added to the scores, besides that of the layer's position; see `attention`.
+            positions: where the tokens stand. (L,) or (*batch, L) for self-attention, else a pair for queries and keys.
+                By default 0 .. S-1 for the keys, and the queries are the last L of them.
+            weights: also give the weights, before dropout.
+
+        Returns:
+            (*batch, L, out_dim), and with `weights` also (*batch, H, L, S) in float32 or better.
+
+        Raises:
+            ValueError, TypeError: an input does not fit.
+        """
+        key, value = self._sources(query, key, value)
+        q_positions, k_positions = _split_positions(positions, key is query)
+        mask, bias = self._joined(mask, bias, query, key, q_positions, k_positions)
+
+        q, k, v = self._project(query, key, value)  # (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.position is not None and self.position.rotates:
+            q, k = self.position.rotate(q, k, *default_positions(q.shape[-2], k.shape[-2], q_positions, k_positions, q.device))
+
+        scores: dict[str, Any] = {
+            "bias": bias, "scale": self.scale, "softcap": self.softcap, "sinks": self.sinks,
+            "q_positions": q_positions, "k_positions": k_positions,
+        }  # fmt: skip
+        out = attention(q, k, v, mask, dropout=self.dropout if self.training else 0.0, **scores)
+        out = out.transpose(-2, -3).flatten(-2)  # (*batch, L, H*V)
+        if self.gate_proj is not None:
+            out = out * torch.sigmoid(self.gate_proj(query))
+        out = self.out_dropout(self.out_proj(out))  # (*batch, L, out_dim)
+        return (out, attention_weights(q, k, mask, **scores)) if weights else out
+
+    def split_projections(self) -> Attention:
+        """Give q, k and v a projection each (`q_proj`, `k_proj`, `v_proj`), in place, with the same numbers.
+
+        The new parameters are other objects: make an optimizer afterwards. Returns the module itself.
+
+        Raises:
+            ValueError: a projection has been replaced, wrapped or hooked, which the new ones would lose.
+        """
+        return self._rebuild(packed=False)
+
+    def pack_projections(self) -> Attention:
+        """Join the projections of inputs of one width (`qkv_proj`, or `q_proj` and `kv_proj`), in place, with the same
+        numbers. The opposite of `split_projections`, with the same conditions.
+
+        Raises:
+            ValueError: as there, or kdim is not vdim, or only some of the projections have a bias.
+        """
+        if self.kdim != self.vdim:
+            otherwise = "One projection would need one width for the inputs of k and v."
+            raise bad_value("pack_projections()", "kdim = vdim", f"kdim={self.kdim}, vdim={self.vdim}", otherwise)
+        return self._rebuild(packed=True)
+
+    def extra_repr(self) -> str:
+        """The configuration, as the constructor takes it."""
+        told = [f"{self.embed_dim}, {self.num_heads}", f"num_kv_heads={self.num_kv_heads}", f"head_dim={self.head_dim}"]
+        usual = {"value_dim": self.head_dim, "kdim": self.embed_dim, "vdim": self.embed_dim, "out_dim": self.embed_dim}
+        usual |= {"softcap": None, "scale": None, "mask": None, "dropout": 0.0}
+        told += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        told += ["sinks=True"] if self.sinks is not None else []
+        shown_below = isinstance(self.position, nn.Module) or self.position is None
+        return ", ".join(told if shown_below else [*told, f"position={self.position}"])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
+        super()._apply(fn, recurse)
+        if self.mask is not None:  # a mask is no parameter, but its tensors go where the parameters go
+            self.mask = self.mask.to(self.out_proj.weight.device)
+        return self
+
+    # How the projections are laid out -------------------------------------------------------------------------------
+
+    @property
+    def _inputs(self) -> dict[str, int]:
+        return {"q": self.embed_dim, "k": self.kdim, "v": self.vdim}
+
+    def _width(self, parts: str) -> int:
+        one = {"q": self.num_heads * self.head_dim, "k": self.num_kv_heads * self.head_dim}
+        one["v"] = self.num_kv_heads * self.value_dim
+        return sum(one[part] for part in parts)
+
+    def _layers(self) -> Iterator[tuple[str, Any]]:
+        """The projections that are there, with the parts they make: ("qkv", module), or ("q", ...), ("kv", ...)."""
+        for parts in ("qkv", "q", "kv", "k", "v"):
+            if f"{parts}_proj" in self._modules:
+                yield parts, self._modules[f"{parts}_proj"]
+
+    def _parts(self) -> dict[str, tuple[Any, slice]]:
+        """For each of q, k, v: the projection that makes it, and its rows in there."""
+        found: dict[str, tuple[Any, slice]] = {}
+        for parts, projection in self._layers():
+            for i, part in enumerate(parts):
+                start = self._width(parts[:i])
+                found[part] = projection, slice(start, start + self._width(part))
+        return found
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k, v by head. Parts that share a projection and an input are one product."""
+        inputs, found = {"q": query, "k": key, "v": value}, {}
+        for parts, projection in self._layers():
+            start = 0
+            for _, group in groupby(parts, key=lambda part: id(inputs[part])):
+                same = "".join(group)
+                rows = slice(start, start + self._width(same))
+                product = _some_rows(projection, inputs[same[0]], rows, self._width(parts))
+                found |= zip(same, product.split([self._width(part) for part in same], -1), strict=True)
+                start = rows.stop
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        return [found[part].unflatten(-1, (heads[part], -1)).transpose(-2, -3) for part in "qkv"]
+
+    def _rebuild(self, packed: bool) -> Attention:
+        own = self._parts()
+        for parts, projection in self._layers():
+            if not _is_plain(projection):
+                instead = "Change the layout first, then wrap, replace or hook the projections."
+                raise bad_value(f"{parts}_proj", "a plain nn.Linear", describe(projection), "Its extras would be lost.", instead)
+        if len({projection.bias is None for projection, _ in own.values()}) > 1:
+            raise bad_value("projections", "all with a bias, or all without one", "some of both")
+        for parts, _ in list(self._layers()):
+            del self._modules[f"{parts}_proj"]
+        with torch.no_grad():
+            for name, parts in _layout(self._inputs, packed):
+                weight = torch.cat([own[part][0].weight[own[part][1]] for part in parts])
+                has_bias = own[parts[0]][0].bias is not None
+                joined = nn.Linear(weight.shape[1], weight.shape[0], has_bias, weight.device, weight.dtype)
+                joined.weight.copy_(weight)
+                if has_bias:
+                    joined.bias.copy_(torch.cat([own[part][0].bias[own[part][1]] for part in parts]))
+                joined.train(self.training).requires_grad_(all(own[part][0].weight.requires_grad for part in parts))
+                self.add_module(name, joined)
+        return self
+
+    # What a call is checked for -------------------------------------------------------------------------------------
+
+    def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        if key is None and value is not None:
+            raise bad_value("key", "given where value is", None, "Values without keys can't be found.")
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, tensor, axis, width in (
+            ("query", query, "L", f"E={self.embed_dim}"), ("key", key, "S", f"kdim={self.kdim}"), ("value", value, "S", f"vdim={self.vdim}"),
+        ):  # fmt: skip
+            form = f"(*batch, {axis}, {width})"
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise bad_type(name, f"a tensor {form}", tensor)
+            if tensor.ndim < 2 or tensor.shape[-1] != int(width.partition("=")[2]):
+                raise bad_value(name, f"the shape {form}", describe(tensor))
+        if key.shape[:-1] != value.shape[:-1]:
+            raise bad_value("value", f"the batch axes and S of key, {tuple(key.shape[:-1])}", describe(value))
+        if key.shape[:-2] != query.shape[:-2]:
+            instead = "This layer is batch first: is the batch in the second place?"
+            raise bad_value("key", f"the batch axes of query, {tuple(query.shape[:-2])}", describe(key), "", instead)
+        return key, value
+
+    def _joined(
+        self,
+        mask: Mask | Tensor | None,
+        bias: Tensor | Position | None,
+        query: Tensor,
+        key: Tensor,
+        q_positions: Tensor | None,
+        k_positions: Tensor | None,
+    ) -> tuple[Mask | None, Tensor | Position | None]:
+        """The layer's own mask and bias together with the call's."""
+        call_mask = None if mask is None else as_mask(mask)
+        whole = self.mask if call_mask is None else call_mask if self.mask is None else self.mask & call_mask
+        if self.position is None or not self.position.biases:
+            return whole, bias
+        if bias is None:
+            return whole, self.position
+        places = default_positions(query.shape[-2], key.shape[-2], q_positions, k_positions, query.device)
+        both = [part.bias(*places) if isinstance(part, Position) else part for part in (self.position, bias)]
+        return whole, both[0] if both[1] is None else both[1] if both[0] is None else both[0] + both[1]
+
+
+def _layout(inputs: dict[str, int], packed: bool) -> list[tuple[str, str]]:
+    """The projections' names and parts: parts whose inputs have one width are joined where asked."""
+    if packed and inputs["q"] == inputs["k"] == inputs["v"]:
+        return [("qkv_proj", "qkv")]
+    if packed and inputs["k"] == inputs["v"]:
+        return [("q_proj", "q"), ("kv_proj", "kv")]
+    return [("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")]
+
+
+def _some_rows(projection: Any, x: Tensor, rows: slice, whole: int) -> Tensor:
+    """Some outputs of a projection. What anybody could notice, such as a hook or an adapter, sees it called as a whole."""
+    if rows == slice(0, whole):
+        return projection(x)
+    if _is_plain(projection):
+        return F.linear(x, projection.weight[rows], None if projection.bias is None else projection.bias[rows])
+    return projection(x)[..., rows]
+
+
+def _is_plain(projection: Any) -> bool:
+    """Whether it is an nn.Linear and nothing else: no subclass, parametrisation, hook, or forward of its own."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks, nn_module._global_backward_hooks)  # pyright: ignore[reportPrivateUsage]
+    return (
+        type(projection) is nn.Linear
+        and "forward" not in projection.__dict__
+        and not any(getattr(projection, name) for name in hooks)
+        and not any(everywhere)
+    )
+
+
+def _split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Tensor | None]:
+    if positions is None:
+        return None, None
+    if isinstance(positions, Tensor):
+        if not is_self:
+            otherwise = "Queries and keys have places of their own."
+            raise bad_value("positions", "a pair (q_positions, k_positions) for two sources", describe(positions), otherwise)
+        return positions, positions
+    pair: Any = positions
+    if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(item, Tensor) for item in pair):
+        return pair
+    raise bad_type("positions", "a tensor (L,) or (*batch, L), or a pair of them", positions)
+
+
+def _check_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+    if num_kv_heads is None:
+        return num_heads
+    if num_heads % check_size("num_kv_heads", num_kv_heads):
+        choices = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        otherwise = "Query heads could not be shared evenly among the key/value heads."
+        raise bad_value("num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads, otherwise, f"Choose of {choices}.")
+    return num_kv_heads
+
+
+def _check_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
+    if head_dim is not None:
+        return check_size("head_dim", head_dim)
+    if embed_dim % num_heads:
+        otherwise = "Each head's width is embed_dim / num_heads unless told."
+        instead = f"Pass head_dim=, such as {max(1, embed_dim // num_heads)}, or another num_heads."
+        raise bad_value("embed_dim", f"a multiple of num_heads={num_heads}", embed_dim, otherwise, instead)
+    return embed_dim // num_heads
+
+
+def _check_flags(**flags: object) -> None:
+    may_be_none = ("out_bias", "packed")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool) and not (flag is None and name in may_be_none):
+            raise bad_type(name, "True or False" + (" or None" if name in may_be_none else ""), flag)
+
+
+def _check_position(position: object) -> Position:
+    if not isinstance(position, Position):
+        instead = "Make one: Rotary(), ALiBi(num_heads), T5Bias(num_heads), RelativeBias(num_heads, max_distance)."
+        raise bad_type("position", "a Position or None", position, "", instead)
+    return position
+
+
+def _check_number(name: str, value: object, *, above_zero: bool = False) -> float | None:
+    if value is None:
+        return None
+    if not is_number(value):
+        raise bad_type(name, "a number or None", value)
+    if not -float("inf") < value < float("inf") or (above_zero and value <= 0):
+        raise bad_value(name, "a number above 0, or None" if above_zero else "a finite number, or None", value)
+    return float(value)
