@@ -209,6 +209,8 @@ def test_alibi_is_float32_and_never_positive():
 def test_alibi_takes_fractional_positions():
     got = ALiBi(1, [0.5]).bias(torch.tensor([0.5]), torch.tensor([0, 2]))
     assert got.tolist() == [[[-0.25, -0.75]]]
+    coarse = torch.tensor([258.0, 1.0], dtype=torch.bfloat16)  # which holds 258 but not 257
+    assert ALiBi(1, [1.0]).bias(coarse[:1], coarse[1:]).item() == -257.0
     far = ALiBi(1, [1.0]).bias(torch.tensor([4097.0], dtype=torch.float64), torch.tensor([4096], dtype=torch.bfloat16))
     assert far.item() == -1.0
 
@@ -269,8 +271,8 @@ def test_t5_buckets_one_way():
     assert t5_bucket(relative, bidirectional=False).tolist() == expected
 
 
-@pytest.mark.parametrize("num_buckets", [2, 4, 6, 10, 32, 64, 256])
-@pytest.mark.parametrize("max_distance", [37, 128, 243, 1000, 1024])
+@pytest.mark.parametrize("num_buckets", [2, 4, 6, 9, 10, 32, 64, 256])
+@pytest.mark.parametrize("max_distance", [37, 128, 160, 243, 1000, 1024])
 def test_t5_bucket_edges_are_exact(num_buckets, max_distance):
     exact, wide = num_buckets // 2, num_buckets - num_buckets // 2
     if max_distance <= exact:

@@ -232,13 +232,10 @@ def _check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> 
     wide = count - exact
     starts: list[int] = []
     for step in range(1, wide):
-        # The smallest n with log(n / exact) / log(max_distance / exact) * wide >= step. Integers decide,
-        # for at the very edge, such as n = 16 of 8 .. 128, a rounded logarithm falls on either side.
-        bound = max_distance**step * exact ** (wide - step)
-        start = math.ceil(exact * (max_distance / exact) ** (step / wide))
-        while (start - 1) ** wide >= bound:
-            start -= 1
-        while start**wide < bound:
+        # The smallest n with log(n / exact) / log(max_distance / exact) * wide >= step. Floats come near and integers
+        # decide, for at the very edge, such as n = 16 of 8 .. 128, a rounded logarithm falls on either side.
+        start = math.floor(exact * (max_distance / exact) ** (step / wide))
+        while start**wide < max_distance**step * exact ** (wide - step):
             start += 1
         starts.append(start)
     return count, exact, tuple(starts)

@@ -1,13 +1,7 @@
-"""PyTorch's own scaled_dot_product_attention, used where it is at its best.
+"""PyTorch's own scaled_dot_product_attention, called in the way that is fastest for each request.
 
-What this file knows about it (CPU, measured in docs/performance.md):
-
-- it is fused for 4-D calls without dropout, with V = D, and with a mask that needs no gradient;
-- it returns lse, but as 0 for a row that sees nothing, and without a gradient;
-- its backward uses the output only through rowsum(grad_out * out), so one more column carries the gradient of lse
-  (see `_Fused.backward`);
-- its enable_gqa expands keys when L is small: the G query heads that share a key head are given as rows instead;
-- float16 and bfloat16 are slower than converting to float32, most of all with one query.
+With few queries the G = H / K query heads that share a key/value head are given to it as rows of one head, because its
+enable_gqa copies the keys G times. Half precision on the CPU is converted to float32 (see `flash_cpu`).
 """
 
 from __future__ import annotations
@@ -19,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multihead.kernels import flash_cpu
 from multihead.kernels.autograd import differentiable_gradients, transform_refusals
 from multihead.masks import causal
 from multihead.request import Definition, Request
 
 NAME = "sdpa"
 
-_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _CAUSAL = causal()
 
 # From this many pairs on it pays to ask the mask how much of the plane is visible (docs/performance.md).
@@ -37,16 +30,12 @@ _BLOCK = 64
 def refusals(request: Request) -> list[str]:
     """Why this kernel can't run the request; empty: it can."""
     reasons = transform_refusals(request)
-    B, H, _, L, S, D, V = request.sizes
+    B, H, _, L, S, _, V = request.sizes
     on_cpu = request.q.device.type == "cpu"
-    if request.softcap is not None:
+    if on_cpu:
+        reasons += flash_cpu.refusals(request)
+    elif request.softcap is not None:
         reasons.append("softcap: the fused operation has no place for it between scores and softmax")
-    if on_cpu and request.dropout:
-        reasons.append("dropout: on the CPU the fused operation has none, and would make an L x S tensor")
-    if on_cpu and V != D:
-        reasons.append(f"V={V} is not D={D}: on the CPU the fused operation needs them equal")
-    if on_cpu and isinstance(request.bias, Tensor) and request.bias.requires_grad and torch.is_grad_enabled():
-        reasons.append("the bias needs a gradient: the fused operation gives none")
     if not on_cpu and request.needs_lse:
         reasons.append(f"lse: on {request.q.device.type} the fused operation does not return it")
     if 0 in (B, H, L, S, V):
@@ -154,7 +143,7 @@ class _Fused(torch.autograd.Function):
         scale: float,
         definition: Definition | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _flash_cpu(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
+        out, lse = flash_cpu.forward(q, k, v, added, is_causal, scale)
         ctx.save_for_backward(q, k, v, added, out, lse)
         ctx.is_causal, ctx.scale, ctx.definition = is_causal, scale, definition
         ctx.set_materialize_grads(False)
@@ -173,18 +162,5 @@ class _Fused(torch.autograd.Function):
             if grad_lse is None:
                 return (None,) * 7
             grad_out = torch.zeros_like(out)
-        if grad_lse is None:
-            grads = _flash_cpu_backward(
-                grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=added, scale=ctx.scale
-            )
-            return *grads, None, None, None, None
-        # d lse / d scores is the weights themselves, and the operation computes weights * (grad_out v^T - delta) with
-        # delta = rowsum(grad_out * out). One more column, 0 in q, k and v, 1 in grad_out and -grad_lse in out, makes
-        # delta - grad_lse of delta and changes nothing else.
-        q, k, v = (F.pad(t, (0, 1)) for t in (q, k, v))
-        grad_out = F.pad(grad_out, (0, 1), value=1.0)
-        out = torch.cat([out, -grad_lse.to(out.dtype)[..., None]], -1)
-        grads = _flash_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=added, scale=ctx.scale
-        )
-        return *(g[..., :-1] for g in grads), None, None, None, None
+        grads = flash_cpu.backward(grad_out, grad_lse, q, k, v, out, lse, added, ctx.is_causal, ctx.scale)
+        return *grads, None, None, None, None
