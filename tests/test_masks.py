@@ -421,6 +421,14 @@ def test_to_moves_all_tensors(mask):
     assert torch.equal(mask.to("cpu").dense(L, S), mask.dense(L, S))
 
 
+@pytest.mark.parametrize("mask", [lengths(3), prefix(3), causal() & ~lengths(3)], ids=repr)
+def test_a_plain_number_has_no_device(mask):
+    """The same mask serves inputs on any, as causal() does."""
+    assert mask.dense(L, S, device="meta").is_meta
+    places = default_positions(L, S, None, None, torch.device("meta"))
+    assert mask.bounds(Blocks(L, S, *places, 2, 2)).some.is_meta
+
+
 @pytest.mark.parametrize("mask", all_kinds(), ids=repr)
 def test_masks_do_not_change_when_used(mask):
     before = {name: tensor.clone() for name, tensor in mask.tensors().items()}

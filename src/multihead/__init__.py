@@ -6,6 +6,8 @@ why. True means *may attend*.
 """
 
 from multihead.attention import KERNELS, KernelRefusal, attention, attention_weights
+from multihead.doctor import Diagnosis, doctor
+from multihead.explain import Explanation, explain
 from multihead.masks import Mask, causal, dense, documents, lengths, padding, prefix, window
 from multihead.module import Attention
 from multihead.positions import ALiBi, Position, RelativeBias, T5Bias
@@ -17,6 +19,8 @@ __all__ = [
     "KERNELS",
     "ALiBi",
     "Attention",
+    "Diagnosis",
+    "Explanation",
     "KernelRefusal",
     "LinearScaling",
     "Llama3Scaling",
@@ -31,7 +35,9 @@ __all__ = [
     "attention_weights",
     "causal",
     "dense",
+    "doctor",
     "documents",
+    "explain",
     "lengths",
     "padding",
     "prefix",

@@ -6,6 +6,7 @@ is taken and why the others are not.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ def attention(
     Under autocast q, k and v are converted to its dtype, as torch's own attention does.
     """
     device = q.device.type if isinstance(q, Tensor) else "cpu"  # pyright: ignore[reportUnnecessaryIsInstance]
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         q, k, v = _autocast(q, k, v, device)
         with torch.autocast(device, enabled=False):
             return attention(
@@ -85,9 +86,11 @@ def attention(
     if sinks is not None:
         assert lse is not None
         # The sink's logit joins the denominator: all weights shrink by exp(lse) / (exp(lse) + exp(sink)).
-        logits = sinks.to(lse.dtype)[:, None]  # (H, 1)
+        # Rows that see nothing have lse -inf; a finite one in its place gives the same, and no NaN gradient.
+        logits, blind = sinks.to(lse.dtype)[:, None].expand_as(lse), lse == -math.inf
+        lse = lse.masked_fill(blind, 0.0)
         out = out * torch.sigmoid(lse - logits)[..., None].to(out.dtype)
-        lse = torch.logaddexp(lse, logits.expand_as(lse))
+        lse = torch.where(blind, logits, torch.logaddexp(lse, logits))
     if q.ndim != 4:
         out = out.reshape(*q.shape[:-1], v.shape[-1])
         lse = lse if lse is None else lse.reshape(q.shape[:-1])
@@ -120,9 +123,10 @@ def attention_weights(
     Raises:
         ValueError, TypeError: as `attention`.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k = _autocast(q, k, k, q.device.type)[:2]
-        with torch.autocast(q.device.type, enabled=False):
+    device = q.device.type if isinstance(q, Tensor) else "cpu"  # pyright: ignore[reportUnnecessaryIsInstance]
+    if device != "meta" and torch.is_autocast_enabled(device):
+        q, k = _autocast(q, k, k, device)[:2]
+        with torch.autocast(device, enabled=False):
             return attention_weights(
                 q, k, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, q_positions=q_positions,
                 k_positions=k_positions,
@@ -188,8 +192,11 @@ class _Reference:
         return []
 
     def drawbacks(self, request: Request) -> list[str]:
-        L, S = request.sizes.L, request.sizes.S
-        return [f"it makes several tensors of H x {L} x {S} for each row of the batch"]
+        return self.tables(request)
+
+    def tables(self, request: Request) -> list[str]:
+        B, H, _, L, S, _, _ = request.sizes
+        return [f"several tensors of {B} x {H} x {L} x {S}: it is the formula, written out"]
 
     def run(self, request: Request) -> tuple[Tensor, Tensor | None]:
         out, _, lse = _by_definition(request, None)

@@ -1,13 +1,16 @@
 """The demo: a small GPT of `Attention` layers learns a text, one character at a time, in about a minute on a CPU.
 
-`prepare` checks every wish and reads the text, `train` learns and `sample` writes; `run` puts them together on a console.
+`prepare` checks every option and reads the text, `train` learns, `sample` writes, and `run` shows it on a console.
 """
+
+# torch's own annotations of backward(), step() and manual_seed() are partial.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +25,18 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from multihead.errors import bad_type, bad_value, check_size, is_number
+from multihead.explain import explain
 from multihead.masks import causal
 from multihead.module import Attention
 from multihead.rotary import Rotary
 
 INTERRUPTED = 130  # the exit code that shells give to a command ended by Ctrl-C
 
-_TOKENS_PER_STEP = 1024  # small, as a minute on a slow CPU then still holds hundreds of steps
+_TOKENS_PER_STEP = 512  # few, so that a minute on a slow CPU still holds many steps
 _LEARNING_RATE = 3e-3
 _MOST_PARAMETERS = 100_000_000
 _MOST_CONTEXT = 8192
+_MOST_THREADS = 256
 _SECONDS_BETWEEN_LINES = 10
 
 
@@ -67,12 +72,11 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        for name, parameter in self.blocks.named_parameters():
+        for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # What is added to x is scaled so that the sum over all layers keeps its size (GPT-2).
-                added = name.endswith(("out_proj.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if added else 0.02)
+                # What a block adds to x starts smaller, so that the sum over all blocks keeps its size (GPT-2).
+                adds = name.endswith(("out_proj.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=(width * 2 * layers if adds else width) ** -0.5)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -83,5 +87,361 @@ class GPT(nn.Module):
 
 
 def loss_of(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token; tokens and targets (B, L), targets one place ahead."""
+    """Mean cross-entropy in nats per token; tokens and targets are (B, L), targets one place ahead."""
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: Tensor, length: int, context: int, temperature: float = 0.7, top_k: int = 40) -> Tensor:
+    """Let the model write on.
+
+    Args:
+        model: predicts the next token.
+        prompt: (L,) tokens, at least one.
+        length: how many tokens to write.
+        context: how many of the last tokens the model is shown for each new one.
+        temperature: above 0; below 1 likely tokens become likelier still.
+        top_k: only so many of the likeliest tokens are drawn from.
+
+    Returns:
+        (length,) tokens, without the prompt. Repeats under `torch.manual_seed`.
+    """
+    tokens = prompt
+    for _ in range(length):
+        logits = model(tokens[None, -context:])[0, -1] / temperature
+        likeliest = logits.topk(min(top_k, logits.numel()))
+        drawn = torch.multinomial(likeliest.values.softmax(-1), 1)
+        tokens = torch.cat([tokens, likeliest.indices[drawn]])
+    return tokens[len(prompt) :]
+
+
+# What is asked for --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A demo that can be run: everything checked, the text read."""
+
+    vocabulary: str  # each character once, in order; a token is an index into it
+    train: Tensor  # (N,) tokens to learn from, N > context
+    valid: Tensor  # (M,) tokens that are kept back to judge by, M >= 2
+    prompt: Tensor  # (P,) tokens that the sample starts with
+    sample_length: int
+    seconds: float  # training ends after this time
+    steps: float  # or after so many steps; the one that was not asked for is infinite
+    seed: int
+    context: int
+    width: int
+    layers: int
+    heads: int
+    threads: int
+
+    @property
+    def batch(self) -> int:
+        """How many pieces of `context` tokens a step learns from."""
+        return max(1, _TOKENS_PER_STEP // self.context)
+
+    def spell(self, tokens: Tensor) -> str:
+        """The characters of tokens."""
+        return "".join(self.vocabulary[int(token)] for token in tokens)
+
+
+def prepare(
+    *,
+    text: Path | None,
+    seconds: float | None,
+    steps: int | None,
+    seed: int,
+    context: int,
+    width: int,
+    layers: int,
+    heads: int,
+    threads: int,
+    prompt: str | None,
+    sample_length: int,
+) -> Plan:
+    """Check everything and read the text, before anything is computed.
+
+    Args:
+        text: a UTF-8 file; None for the language reference that comes with Python.
+        seconds, steps: how long to train; one of the two, or none for a minute.
+        seed: of everything random, from 0 on.
+        context: how many characters the model sees at once.
+        width, layers, heads: size of the model.
+        threads: how many of the CPU's cores to use.
+        prompt: what the sample starts with; None for a new line.
+        sample_length: how many characters to write.
+
+    Raises:
+        ValueError, TypeError: something can't be done; the message names the command line's option.
+    """
+    if steps is not None and seconds is not None:
+        otherwise = "Training ends after one of the two."
+        raise bad_value("--steps, --seconds", "one of the two", f"{steps} and {seconds:g}", otherwise, "Leave one out.")
+    if steps is None:
+        seconds = _check_seconds(60.0 if seconds is None else seconds)
+    else:
+        check_size("--steps", steps)
+    _check_range("--seed", seed, 0, 2**63 - 1)
+    _check_range("--context", context, 1, _MOST_CONTEXT)
+    _check_range("--threads", threads, 1, _MOST_THREADS)
+    check_size("--sample-length", sample_length)
+    for argument, size in (("--width", width), ("--layers", layers), ("--heads", heads)):
+        check_size(argument, size)
+    if width % (2 * heads):
+        below, above = width // (2 * heads) * 2 * heads, (width // (2 * heads) + 1) * 2 * heads
+        otherwise = "Each head has an equal part of the width, and rotary positions turn its channels in pairs."
+        instead = f"Try --width {below} or {above}." if below else f"Try --width {above}."
+        raise bad_value("--width", f"a multiple of 2 * --heads = {2 * heads}", width, otherwise, instead)
+
+    characters = _read(text)
+    vocabulary = "".join(sorted(set(characters)))
+    parameters = width * (12 * layers * width + len(vocabulary))  # nearly: without norms and biases
+    if parameters > _MOST_PARAMETERS:
+        expected = f"a model of at most {_MOST_PARAMETERS:,} parameters"
+        otherwise = "It would learn next to nothing in the time that a demo has."
+        raise bad_value("--width, --layers", expected, f"{parameters:,}", otherwise, "Choose smaller ones.")
+    least = max(10 * context // 9 + 1, context + 3)
+    if len(characters) < least:
+        expected = f"at least {least} characters for --context {context}"
+        otherwise = f"Nine tenths have to hold {context} characters and the next one, and the rest is kept back."
+        instead = "Take a longer text or a smaller --context."
+        raise bad_value("--text", expected, f"{len(characters)}", otherwise, instead)
+
+    token_of = {character: i for i, character in enumerate(vocabulary)}
+    if prompt is None:
+        prompt = "\n" if "\n" in token_of else characters[0]
+    if not prompt:
+        raise bad_value("--prompt", "at least one character", "none", "", "Leave it out to start with a new line.")
+    strange = "".join(dict.fromkeys(character for character in prompt if character not in token_of))
+    if strange:
+        instead = "The model knows no others: write the prompt without them."
+        raise bad_value("--prompt", "characters that occur in the text", ascii(strange), "", instead)
+
+    tokens = torch.tensor([token_of[character] for character in characters])
+    kept_back = max(2, len(tokens) // 10)
+    return Plan(
+        vocabulary=vocabulary,
+        train=tokens[:-kept_back],
+        valid=tokens[-kept_back:],
+        prompt=torch.tensor([token_of[character] for character in prompt]),
+        sample_length=sample_length,
+        seconds=math.inf if seconds is None else seconds,
+        steps=math.inf if steps is None else steps,
+        seed=seed,
+        context=context,
+        width=width,
+        layers=layers,
+        heads=heads,
+        threads=threads,
+    )
+
+
+def _check_seconds(seconds: object) -> float:
+    if not is_number(seconds):
+        raise bad_type("--seconds", "a number above 0", seconds)
+    if not 0 < seconds < math.inf:
+        raise bad_value("--seconds", "a finite number above 0", seconds)
+    return float(seconds)
+
+
+def _check_range(argument: str, value: object, least: int, most: int) -> None:
+    if check_size(argument, value, least=least) > most:
+        raise bad_value(argument, f"at most {most}", value)
+
+
+def _read(path: Path | None) -> str:
+    """The text, with "\\n" for every kind of line end."""
+    if path is None:
+        return "\n\n".join(topics.values())
+
+    def unfit(what: str, instead: str) -> ValueError:
+        return bad_value("--text", "a UTF-8 text file", f"{str(path)!r}, {what}", "", instead)
+
+    if path.is_dir():
+        raise unfit("a directory", "Name one file.")
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise unfit("which does not exist", "Check the path.") from None
+    except PermissionError:
+        raise unfit("which may not be read", "Check its permissions.") from None
+    except OSError as error:
+        raise unfit(f"which can't be read ({error.strerror})", "Check the path.") from None
+    if not data:
+        raise unfit("which is empty", "Leave --text out for a text that comes with Python.")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        what = f"whose byte {error.start} (counted from 0), 0x{data[error.start]:02x}, is not UTF-8"
+        raise unfit(what, "Save it as UTF-8 first.") from None
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+# Learning -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where training stands."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    share: float  # of the whole training, 0 to 1
+    loss: float  # nats per token, a mean over about the last 50 steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def train(model: GPT, plan: Plan) -> Iterator[Reached]:
+    """Train as planned, one step each time that the next item is asked for.
+
+    AdamW; the rate rises over the first twentieth and then falls as a cosine (Loshchilov & Hutter 2017), over the
+    steps or over the time. Draws from torch's global generator: by steps it repeats under `torch.manual_seed`.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    offsets = torch.arange(plan.context + 1)
+    start, step, share, total, weight = perf_counter(), 0, 0.0, 0.0, 0.0
+    while share < 1:
+        rate = max(0.02, min(share / 0.05, (1 + math.cos(math.pi * share)) / 2))
+        for group in optimizer.param_groups:
+            group["lr"] = _LEARNING_RATE * rate
+        places = torch.randint(len(plan.train) - plan.context, (plan.batch, 1)) + offsets  # (B, context + 1)
+        piece = plan.train[places]
+        loss = loss_of(model, piece[:, :-1], piece[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+        step += 1
+        total, weight = 0.98 * total + loss.item(), 0.98 * weight + 1
+        seconds = perf_counter() - start
+        share = min(1.0, max(step / plan.steps, seconds / plan.seconds))
+        yield Reached(step, step * plan.batch * plan.context, seconds, share, total / weight)
+
+
+@torch.no_grad()
+def validate(model: GPT, plan: Plan, most: int = 512) -> float:
+    """Loss on the text kept back, in nats per token: over all of it, or over `most` evenly spread pieces of it."""
+    length = min(plan.context, len(plan.valid) - 1)
+    pieces = (len(plan.valid) - 1) // length
+    tokens = plan.valid[: pieces * length].view(pieces, length)
+    targets = plan.valid[1 : pieces * length + 1].view(pieces, length)
+    chosen = torch.linspace(0, pieces - 1, min(pieces, most)).long()
+    total = 0.0
+    for start in range(0, len(chosen), plan.batch):
+        rows = chosen[start : start + plan.batch]
+        total += len(rows) * loss_of(model, tokens[rows], targets[rows]).item()
+    return total / len(chosen)
+
+
+# On the console -----------------------------------------------------------------------------------------------------
+
+
+def run(plan: Plan, console: Console) -> int:
+    """Train, then show what was learned. Ctrl-C ends it early, with what has been reached.
+
+    Returns:
+        The exit code: 0, or `INTERRUPTED`.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(plan.threads)
+    torch.manual_seed(plan.seed)
+    model = GPT(len(plan.vocabulary), plan.width, plan.layers, plan.heads)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    reached = None
+    try:
+        _say(console, f"{len(plan.train):,} characters to learn from, {len(plan.valid):,} kept back to judge by.")
+        _say(console, f"{parameters:,} parameters, --threads {plan.threads}. Ctrl-C ends it early.\n")
+        with _display(console) as show:
+            for reached in train(model, plan):
+                show(reached)
+        assert reached is not None  # a plan has at least one step
+        _report(console, model, plan, parameters, reached)
+    except KeyboardInterrupt:
+        if reached is None:
+            _say(console, "\nStopped before the first step.")
+        else:
+            _say(console, f"\nStopped after step {reached.steps:,}, at a training loss of {reached.loss:.3f}.")
+            _show_sample(console, model, plan, min(plan.sample_length, 100))
+        return INTERRUPTED
+    finally:
+        torch.set_num_threads(threads_before)
+    return 0
+
+
+@contextmanager
+def _display(console: Console) -> Generator[Callable[[Reached], None], None, None]:
+    """What to call after each step: it moves a bar, or where no bar can be drawn, writes a line now and then."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield _Lines(console).show
+        return
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (BarColumn(bar_width=20), *times, TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda reached: bar.update(task, completed=reached.share, description=_line(reached))
+
+
+class _Lines:
+    """Writes the first step, the last, and one now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.due = console, 0.0
+
+    def show(self, reached: Reached) -> None:
+        if reached.seconds >= self.due or reached.share == 1:
+            self.due = reached.seconds + _SECONDS_BETWEEN_LINES
+            _say(self.console, f"{reached.share:4.0%}  {_line(reached)}")
+
+
+def _line(reached: Reached) -> str:
+    return f"step {reached.steps:,}  loss {reached.loss:.3f}  {reached.tokens_per_second:,.0f} tokens/s"
+
+
+def _report(console: Console, model: GPT, plan: Plan, parameters: int, reached: Reached) -> None:
+    loss = validate(model, plan)
+    bits, even, memory = loss / math.log(2), math.log(len(plan.vocabulary)), _peak_memory()
+    rows = {
+        "parameters": f"{parameters:,}",
+        "steps": f"{reached.steps:,} of {plan.batch} x {plan.context} tokens, in {reached.seconds:.1f} s",
+        "tokens seen": f"{reached.tokens:,}, {reached.tokens / len(plan.train):.2f} times the text",
+        "training loss": f"{reached.loss:.3f} nats per character",
+        "validation loss": f"{loss:.3f} nats per character, {bits:.3f} bits, perplexity {math.exp(loss):.1f}",
+        "  to compare": f"{even:.3f} nats, an even guess among {len(plan.vocabulary)} characters",
+        "speed": f"{reached.tokens_per_second:,.0f} tokens/s",
+        "peak memory": "unknown" if memory is None else f"{memory / 2**20:,.0f} MiB, of the whole process",
+    }
+    _say(console, "")
+    for name, value in rows.items():
+        _say(console, f"{name:<17}{value}")
+    _show_sample(console, model, plan, plan.sample_length)
+    _say(console, "\nHow the first layer's attention is computed:")
+    layer = next(module for module in model.modules() if isinstance(module, Attention))
+    _say(console, str(explain(layer, batch=plan.batch, length=plan.context, training=True)))
+
+
+def _show_sample(console: Console, model: GPT, plan: Plan, length: int) -> None:
+    _say(console, "\nA sample:")
+    written = plan.spell(sample(model, plan.prompt, length, plan.context))
+    console.print(Text.assemble((plan.spell(plan.prompt), "bold"), written), soft_wrap=True)
+
+
+def _say(console: Console, line: str) -> None:
+    """A line as it is, past rich: brackets in it are no markup, and after Ctrl-C rich might write it once more."""
+    console.file.write(f"{line}\n")
+    console.file.flush()
+
+
+def _peak_memory() -> int | None:
+    """The most memory this process has had, in bytes; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB

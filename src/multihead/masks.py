@@ -76,7 +76,7 @@ class Mask(ABC):
             if tensor.ndim <= own:
                 return tensor
             own_shape = tensor.shape[tensor.ndim - own :]
-            return tensor.expand(*batch, *own_shape).reshape(-1, *own_shape)
+            return tensor.expand(*batch, *own_shape).reshape(torch.Size(batch).numel(), *own_shape)
 
         return self._map(flatten)
 

@@ -165,11 +165,11 @@ class Attention(nn.Module):
         """
         key, value = self._sources(query, key, value)
         q_positions, k_positions = _split_positions(positions, key is query)
-        mask, bias = self._joined(mask, bias, query, key, q_positions, k_positions)
+        mask, bias = self.joined(mask, bias, query, key, q_positions, k_positions)
 
         q, k, v = self._project(query, key, value)  # (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
         if self.position is not None and self.position.rotates:
             q, k = self.position.rotate(q, k, *default_positions(q.shape[-2], k.shape[-2], q_positions, k_positions, q.device))
 
@@ -218,8 +218,8 @@ class Attention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
         super()._apply(fn, recurse)
-        if self.mask is not None:  # a mask is no parameter, but its tensors go where the parameters go
-            self.mask = self.mask.to(self.out_proj.weight.device)
+        if self.mask is not None and self.mask.tensors():  # no parameters, but they go where the parameters go
+            self.mask = self.mask.to(fn(torch.empty(0)).device)
         return self
 
     # How the projections are laid out -------------------------------------------------------------------------------
@@ -233,45 +233,61 @@ class Attention(nn.Module):
         one["v"] = self.num_kv_heads * self.value_dim
         return sum(one[part] for part in parts)
 
-    def _layers(self) -> Iterator[tuple[str, Any]]:
-        """The projections that are there, with the parts they make: ("qkv", module), or ("q", ...), ("kv", ...)."""
+    def _layers(self) -> Iterator[tuple[str, str]]:
+        """The projections that are there, by name, with the parts they make: ("qkv_proj", "qkv")."""
         for parts in ("qkv", "q", "kv", "k", "v"):
             if f"{parts}_proj" in self._modules:
-                yield parts, self._modules[f"{parts}_proj"]
+                yield f"{parts}_proj", parts
 
     def _parts(self) -> dict[str, tuple[Any, slice]]:
         """For each of q, k, v: the projection that makes it, and its rows in there."""
         found: dict[str, tuple[Any, slice]] = {}
-        for parts, projection in self._layers():
+        for name, parts in self._layers():
             for i, part in enumerate(parts):
                 start = self._width(parts[:i])
-                found[part] = projection, slice(start, start + self._width(part))
+                found[part] = self._modules[name], slice(start, start + self._width(part))
         return found
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k, v by head. Parts that share a projection and an input are one product."""
-        inputs, found = {"q": query, "k": key, "v": value}, {}
-        for parts, projection in self._layers():
+    def products(self, query: object, key: object, value: object) -> Iterator[tuple[str, str, slice, int]]:
+        """The products that project three sources: (projection's name, the parts it makes of "qkv", their rows, all rows).
+
+        Parts that share a projection and a source (the same object) are one product.
+        """
+        sources = {"q": query, "k": key, "v": value}
+        for name, parts in self._layers():
             start = 0
-            for _, group in groupby(parts, key=lambda part: id(inputs[part])):
+            for _, group in groupby(parts, key=lambda part: id(sources[part])):
                 same = "".join(group)
                 rows = slice(start, start + self._width(same))
-                product = _some_rows(projection, inputs[same[0]], rows, self._width(parts))
-                found |= zip(same, product.split([self._width(part) for part in same], -1), strict=True)
+                yield name, same, rows, self._width(parts)
                 start = rows.stop
-        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        return [found[part].unflatten(-1, (heads[part], -1)).transpose(-2, -3) for part in "qkv"]
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k, v by head."""
+        sources, found = {"q": query, "k": key, "v": value}, {}
+        for name, parts, rows, whole in self.products(query, key, value):
+            product = _some_rows(self._modules[name], sources[parts[0]], rows, whole)
+            found |= zip(parts, product.split([self._width(part) for part in parts], -1), strict=True)
+        K, D, V = self.num_kv_heads, self.head_dim, self.value_dim
+        heads = {"q": (self.num_heads, D), "k": (K, D), "v": (K, V)}
+        return [found[part].unflatten(-1, heads[part]).transpose(-2, -3) for part in "qkv"]
 
     def _rebuild(self, packed: bool) -> Attention:
         own = self._parts()
-        for parts, projection in self._layers():
+        for name, _ in self._layers():
+            projection = self._modules[name]
             if not _is_plain(projection):
                 instead = "Change the layout first, then wrap, replace or hook the projections."
-                raise bad_value(f"{parts}_proj", "a plain nn.Linear", describe(projection), "Its extras would be lost.", instead)
-        if len({projection.bias is None for projection, _ in own.values()}) > 1:
-            raise bad_value("projections", "all with a bias, or all without one", "some of both")
-        for parts, _ in list(self._layers()):
-            del self._modules[f"{parts}_proj"]
+                raise bad_value(name, "a plain nn.Linear", describe(projection), "Its extras would be lost.", instead)
+        for what, flags in (
+            ("with a bias", {projection.bias is not None for projection, _ in own.values()}),
+            ("with trained weights", {projection.weight.requires_grad for projection, _ in own.values()}),
+            ("with trained biases", {p.bias is not None and p.bias.requires_grad for p, _ in own.values()}),
+        ):
+            if len(flags) > 1:
+                raise bad_value("projections", f"all {what}, or none", "some of both", "Joined they would be alike.")
+        for name, _ in list(self._layers()):
+            del self._modules[name]
         with torch.no_grad():
             for name, parts in _layout(self._inputs, packed):
                 weight = torch.cat([own[part][0].weight[own[part][1]] for part in parts])
@@ -280,7 +296,9 @@ class Attention(nn.Module):
                 joined.weight.copy_(weight)
                 if has_bias:
                     joined.bias.copy_(torch.cat([own[part][0].bias[own[part][1]] for part in parts]))
-                joined.train(self.training).requires_grad_(all(own[part][0].weight.requires_grad for part in parts))
+                    joined.bias.requires_grad_(own[parts[0]][0].bias.requires_grad)
+                joined.weight.requires_grad_(own[parts[0]][0].weight.requires_grad)
+                joined.train(self.training)
                 self.add_module(name, joined)
         return self
 
@@ -306,7 +324,7 @@ class Attention(nn.Module):
             raise bad_value("key", f"the batch axes of query, {tuple(query.shape[:-2])}", describe(key), "", instead)
         return key, value
 
-    def _joined(
+    def joined(
         self,
         mask: Mask | Tensor | None,
         bias: Tensor | Position | None,
@@ -355,6 +373,11 @@ def _is_plain(projection: Any) -> bool:
         and not any(getattr(projection, name) for name in hooks)
         and not any(everywhere)
     )
+
+
+def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """The norm in the dtype of its gain, which autocast leaves alone: it has no fused operation for a mixture."""
+    return norm(x) if norm.weight is None or norm.weight.dtype == x.dtype else norm(x.to(norm.weight.dtype)).to(x.dtype)  # pyright: ignore[reportUnnecessaryComparison]
 
 
 def _split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Tensor | None]:

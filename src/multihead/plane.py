@@ -15,7 +15,11 @@ from multihead.errors import bad_value, describe
 def default_positions(
     L: int, S: int, q_positions: Tensor | None, k_positions: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Positions of both sides, filled in where they are None: keys stand at 0 .. S-1, queries are the last L keys."""
+    """Positions of both sides, filled in where they are None: keys stand at 0 .. S-1, queries are the last L keys.
+
+    Whole numbers come back as int64: the distance of two narrow ones could wrap around.
+    """
+    q_positions, k_positions = _wide(q_positions), _wide(k_positions)
     if k_positions is None:
         k_positions = torch.arange(S, device=device)
         if q_positions is None:
@@ -23,6 +27,10 @@ def default_positions(
     elif q_positions is None:
         q_positions = k_positions[..., S - L :]
     return q_positions, k_positions
+
+
+def _wide(positions: Tensor | None) -> Tensor | None:
+    return positions if positions is None or positions.is_floating_point() else positions.to(torch.int64)
 
 
 class Plane:
@@ -71,7 +79,8 @@ class Plane:
             raise bad_value(argument, f"the shape {bare} or {full} with batch={self.batch}", describe(tensor))
 
     def _check_device(self, argument: str, tensor: Tensor) -> None:
-        if tensor.device != self.device:
+        is_number = tensor.ndim == 0 and tensor.device.type == "cpu"  # a plain number goes with every device
+        if tensor.device != self.device and not is_number:
             raise bad_value(argument, f"the device of q, {self.device}", tensor.device, "", "Move it with .to(device).")
 
 

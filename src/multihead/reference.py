@@ -91,12 +91,13 @@ def attention(
     # A row that sees nothing has the softmax of an empty set. Its scores are replaced before the logsumexp, whose
     # gradient there would be NaN; afterwards it gets weight 0 and lse -inf.
     blind = (scores == -math.inf).all(-1, keepdim=True)  # (..., H, L, 1)
-    lse = torch.logsumexp(torch.where(blind, 0.0, scores), dim=-1, keepdim=True)
-    lse = torch.where(blind, -math.inf, lse)
+    scores = torch.where(blind, 0.0, scores)
+    lse, alone = torch.logsumexp(scores, dim=-1, keepdim=True), torch.full_like(blind, -math.inf, dtype=wide)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(wide)[:, None, None])  # (H, 1, 1) to (..., H, L, 1)
-    # exp(-inf - -inf) would be NaN, so blind rows are taken out on both sides of the exp.
-    weights = torch.where(blind, 0.0, torch.exp(torch.where(blind, 0.0, scores - torch.where(blind, 0.0, lse))))
+        alone = sinks.to(wide)[:, None, None].expand_as(blind)  # all that a blind row has
+        lse = torch.logaddexp(lse, alone)
+    weights = torch.where(blind, 0.0, torch.exp(scores - lse))
+    lse = torch.where(blind, alone, lse)
 
     kept = weights if dropout_mask is None else weights * dropout_mask
     return Attended((kept @ v_HSV).to(q.dtype), weights, lse.squeeze(-1))

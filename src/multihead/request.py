@@ -188,7 +188,8 @@ def make_request(
             q_positions = _one_batch_axis(q_positions, batch, 1) if q_positions is not None else None
             k_positions = _one_batch_axis(k_positions, batch, 1) if k_positions is not None else None
     if len(batch) != 1:
-        q, k, v = q.reshape(-1, *q_shape[-3:]), k.reshape(-1, *k_shape[-3:]), v.reshape(-1, *v_shape[-3:])
+        B = batch.numel()
+        q, k, v = q.reshape(B, *q_shape[-3:]), k.reshape(B, *k_shape[-3:]), v.reshape(B, *v_shape[-3:])
     if isinstance(bias, torch.nn.Module):  # a learned table: its gradient needs the bias as a tensor
         q_at, k_at = default_positions(L, S, q_positions, k_positions, q.device)
         bias = bias.bias(q_at, k_at)
@@ -274,7 +275,7 @@ def _one_batch_axis(tensor: Tensor, batch: torch.Size, own: int) -> Tensor:
     whole = (*([1] * (len(batch) - lead)), *tensor.shape[:lead])
     if all(size == 1 for size in whole):
         return tensor.reshape(1, *tensor.shape[lead:])
-    return tensor.expand(*batch, *tensor.shape[lead:]).reshape(-1, *tensor.shape[lead:])
+    return tensor.expand(*batch, *tensor.shape[lead:]).reshape(batch.numel(), *tensor.shape[lead:])
 
 
 def _four_axes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""The kernels: ways to compute a request. Each is a module with the same three functions.
+"""The kernels: ways to compute a request. Each is a module with the same four functions.
 
     refusals(request) -> list[str]     why it can't; empty: it can
     drawbacks(request) -> list[str]    why another one should be preferred although it can
+    tables(request) -> list[str]       which L x S tensors it makes besides those given, and why
     run(request) -> (out, lse)         lse may be None unless request.needs_lse
 
 The dispatcher, `explain`, `doctor` and the support table in the docs all read the same lists.
@@ -26,6 +27,7 @@ class Kernel(Protocol):
 
     def refusals(self, request: Request) -> list[str]: ...
     def drawbacks(self, request: Request) -> list[str]: ...
+    def tables(self, request: Request) -> list[str]: ...
     def run(self, request: Request) -> tuple[Tensor, Tensor | None]: ...
 
 

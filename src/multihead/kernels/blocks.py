@@ -34,6 +34,8 @@ def refusals(request: Request) -> list[str]:
     B, H, _, L, S, _, V = request.sizes
     if torch.compiler.is_compiling():
         reasons.append("torch.compile and torch.export: which blocks are visible is read from data while running")
+    if request.q.is_meta:
+        reasons.append("meta: which blocks are visible is read from data, and there is none")
     if 0 in (B, H, L, S, V):
         reasons.append("nothing to compute: an axis is empty")
     return reasons
@@ -41,6 +43,11 @@ def refusals(request: Request) -> list[str]:
 
 def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is asked in the same way)
     """Why another kernel should be preferred although this one can."""
+    return []
+
+
+def tables(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is asked in the same way)
+    """Which L x S tensors it makes besides those given, and why."""
     return []
 
 

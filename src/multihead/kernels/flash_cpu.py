@@ -4,6 +4,7 @@ What is known about the operation (measured in docs/performance.md, and held by 
 
 - it takes 4-D tensors of float32 or float64 with V = D, key/value heads unexpanded, an additive mask that broadcasts, and
   has no dropout of its own; float16 and bfloat16 are slower than converting to float32, most of all with one query;
+- it reads the last axis as if its stride were 1, and gives wrong numbers otherwise;
 - its causal flag is top-left aligned;
 - a row that sees nothing gets output 0, and lse 0 where -inf would be right;
 - its backward uses the output only through delta = rowsum(grad_out * out).
@@ -37,7 +38,8 @@ def refusals(request: Request) -> list[str]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out (B,H,L,V) and lse (B,H,L), with lse 0 in rows where `added` hides everything."""
-    return _forward_op(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    return _forward_op(q, k, v, 0.0, is_causal, attn_mask=None if added is None else _dense_rows(added), scale=scale)
 
 
 def backward(
@@ -53,6 +55,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to q, k, v of a loss that uses both out and lse (as `forward` gave them)."""
+    grad_out, q, k, v = _dense_rows(grad_out), _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    added = None if added is None else _dense_rows(added)
     if grad_lse is None:
         return _backward_op(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
     # d lse / d scores is the weights themselves, and the operation computes weights * (grad_out v^T - delta). One more
@@ -62,3 +66,7 @@ def backward(
     out = torch.cat([out, -grad_lse.to(out.dtype)[..., None]], -1)
     grads = _backward_op(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
     return grads[0][..., :-1], grads[1][..., :-1], grads[2][..., :-1]
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

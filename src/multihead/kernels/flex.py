@@ -40,6 +40,13 @@ def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is 
     return ['not yet run on a GPU by this project: taken only when asked for, kernel="flex"']
 
 
+def tables(request: Request) -> list[str]:
+    """Which L x S tensors it makes besides those given, and why."""
+    if request.bias is None or isinstance(request.bias, Tensor):
+        return []
+    return [f"a bias of {request.sizes.L} x {request.sizes.S} for each head: the position is read from a table here"]
+
+
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (B,H,L,V), lse (B,H,L))."""
     B, H, K, L, S, _, _ = request.sizes

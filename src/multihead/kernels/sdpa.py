@@ -16,6 +16,7 @@ from torch import Tensor
 from multihead.kernels import flash_cpu
 from multihead.kernels.autograd import differentiable_gradients, transform_refusals
 from multihead.masks import causal
+from multihead.positions import Position
 from multihead.request import Definition, Request
 
 NAME = "sdpa"
@@ -45,10 +46,9 @@ def refusals(request: Request) -> list[str]:
 
 def drawbacks(request: Request) -> list[str]:
     """Why another kernel should be preferred although this one can."""
-    if request.mask is None or _is_square_causal(request):
+    if request.mask is None or torch.compiler.is_compiling() or _is_square_causal(request):
         return []
-    L, S = request.sizes.L, request.sizes.S
-    if L * S < _WORTH_A_PLAN or torch.compiler.is_compiling():
+    if request.sizes.L * request.sizes.S < _WORTH_A_PLAN:
         return []
     bounds = request.bounds(_BLOCK, _BLOCK)
     assert bounds is not None
@@ -56,6 +56,14 @@ def drawbacks(request: Request) -> list[str]:
     if share < 0.7:
         return [f"it computes all L x S pairs, and {share:.0%} of the blocks of {_BLOCK} x {_BLOCK} hold a visible one"]
     return []
+
+
+def tables(request: Request) -> list[str]:
+    """Which L x S tensors it makes besides those given, and why."""
+    if (request.mask is None or _is_square_causal(request)) and not isinstance(request.bias, Position):
+        return []
+    _, _, _, L, S, _, _ = request.sizes
+    return [f"a mask of {L} x {S}, perhaps for each row of the batch or head: the operation takes masks as tensors"]
 
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
@@ -73,13 +81,17 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
         if seen is not None:  # zeros in place of keys nobody sees: NaN in padding must not come back as 0 * NaN
             k, v = k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
 
-    as_rows = H != K and (H // K) * L <= 64 and not is_causal
+    # Few rows: up to 64 for a head. A compiled graph must not depend on the length, and knows 1 apart from the rest.
+    as_rows = H != K and not is_causal and (L == 1 if torch.compiler.is_compiling() else H // K * L <= 64)
     if as_rows:
         q = q.reshape(B, K, H // K * L, D)
         added = None if added is None else _mask_by_rows(added, H, K, L)
 
-    if on_cpu and (request.needs_lse or (request.needs_grad and not torch.compiler.is_compiling())):
-        out, lse = _Fused.apply(q, k, v, added, is_causal, request.scale, request.definition)
+    if on_cpu and (request.needs_lse or not torch.compiler.is_compiling()):
+        if request.needs_grad:
+            out, lse = _Fused.apply(q, k, v, added, is_causal, request.scale, request.definition)
+        else:
+            out, lse = flash_cpu.forward(q, k, v, added, is_causal, request.scale)
     else:
         out = F.scaled_dot_product_attention(
             q, k, v, added, request.dropout, is_causal, scale=request.scale, enable_gqa=q.shape[1] != K
@@ -95,10 +107,11 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
 
 
 def _is_square_causal(request: Request) -> bool:
-    """Whether the operation's own causal flag says the same as the mask; its alignment is top-left, hence L = S."""
-    return request.mask == _CAUSAL and request.sizes.L == request.sizes.S and request.has_default_positions and (
-        request.bias is None
-    )
+    """Whether the operation's own causal flag says the same as the mask. It is top-left aligned, hence L = S, and hides
+    before it scales, hence no negative scale."""
+    if request.mask != _CAUSAL or request.bias is not None or not request.has_default_positions:
+        return False
+    return request.sizes.L == request.sizes.S and request.scale > 0
 
 
 def _additive_mask(request: Request, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

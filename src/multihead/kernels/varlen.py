@@ -49,6 +49,11 @@ def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is 
     return ['not yet run on a GPU by this project: taken only when asked for, kernel="varlen"']
 
 
+def tables(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is asked in the same way)
+    """Which L x S tensors it makes besides those given, and why."""
+    return []
+
+
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (1,H,L,V), None)."""
     packed = packed_documents(request.mask)

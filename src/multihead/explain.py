@@ -1,0 +1,168 @@
+"""`explain`: which kernel a layer will take and why not the others, and its steps with their shapes. Nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead import reference
+from multihead.attention import choose
+from multihead.errors import bad_type, bad_value, check_size
+from multihead.masks import Mask
+from multihead.module import Attention
+from multihead.positions import Position
+from multihead.request import Request, make_request
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. Print it, or read its fields."""
+
+    subject: str  # the layer, in one line
+    inputs: str  # what it is called with
+    kernel: str  # the one that runs
+    refusals: dict[str, list[str]]  # by kernel: why it can't
+    drawbacks: dict[str, list[str]]  # by kernel that could: why another is preferred
+    tables: list[str]  # the L x S tensors that are made besides those given, and why
+    steps: list[tuple[str, str]]  # (what runs, its shapes)
+
+    def __str__(self) -> str:
+        lines = [self.subject, f"called with {self.inputs}", "", f"kernel: {self.kernel}"]
+        for name in self.refusals:
+            if name == self.kernel:
+                continue
+            said = "can't" if self.refusals[name] else "not taken"
+            reasons = self.refusals[name] or self.drawbacks[name] or [f"{self.kernel} comes first"]
+            lines += [f"  {name:<10} {said}: {reason}" for reason in reasons]
+        lines += [f"  makes {table}" for table in self.tables] or ["  makes no L x S tensor"]
+        lines += ["", "steps:"]
+        return "\n".join(lines + [f"  {name:<10} {shapes}" for name, shapes in self.steps])
+
+
+def explain(
+    subject: Attention | Mapping[str, Any],
+    *,
+    batch: int = 1,
+    length: int = 128,
+    source_length: int | None = None,
+    training: bool | None = None,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | Position | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Explanation:
+    """Which kernel a call of a layer will take, which others were refused and why, and the steps with their shapes.
+
+    It asks the same kernels in the same way as the call itself, and computes nothing: sizes may be as large as you like.
+
+    Args:
+        subject: a layer, or the arguments of one: `{"embed_dim": 512, "num_heads": 8, "num_kv_heads": 2}`.
+        batch, length: B and L of the call.
+        source_length: S, for a call with a context; None for self-attention.
+        training: whether dropout acts and gradients are recorded; by default what the layer is set to (False for
+            arguments).
+        mask, bias: as in the call, besides the layer's own.
+        device, dtype: of the call; by default those of the layer's parameters (for arguments the CPU and float32).
+
+    Returns:
+        An `Explanation`; `print` it.
+
+    Raises:
+        ValueError, TypeError: sizes or options do not fit.
+    """
+    layer = _layer(subject)
+    is_layer = isinstance(subject, Attention)
+    training = (is_layer and layer.training) if training is None else training
+    B, L = check_size("batch", batch, least=0), check_size("length", length, least=0)
+    S = L if source_length is None else check_size("source_length", source_length, least=0)
+    weight = layer.out_proj.weight
+    where = torch.device(device) if device is not None else weight.device if is_layer else torch.device("cpu")
+    kind = dtype if dtype is not None else weight.dtype if is_layer else torch.float32
+    request = _request(layer, B, L, S, training, mask, bias, where, kind)
+    choice = choose(request)
+    E = layer.embed_dim
+    inputs = f"x {(B, L, E)}" + ("" if source_length is None else f", context {(B, S, layer.kdim)}")
+    return Explanation(
+        subject=f"Attention({layer.extra_repr()})",
+        inputs=f"{inputs}, {str(kind).removeprefix('torch.')} on {where}, {'training' if training else 'not training'}",
+        kernel=choice.kernel.NAME,
+        refusals=choice.refusals,
+        drawbacks=choice.drawbacks,
+        tables=[*_learned_tables(layer, L, S), *choice.kernel.tables(request)],
+        steps=_steps(layer, B, L, S, source_length is None, choice.kernel.NAME),
+    )
+
+
+def _layer(subject: object) -> Attention:
+    if isinstance(subject, Attention):
+        return subject
+    if isinstance(subject, Mapping):
+        given: dict[str, Any] = {str(name): value for name, value in subject.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        missing = [name for name in ("embed_dim", "num_heads") if name not in given]
+        if missing:
+            raise bad_value("subject", "at least embed_dim and num_heads", f"no {' and no '.join(missing)}")
+        return Attention(**given | {"device": "meta"})
+    instead = "For a model explain one of its layers; for a configuration pass a dict of Attention's arguments."
+    raise bad_type("subject", "an Attention, or a mapping of its arguments", subject, "", instead)
+
+
+def _request(
+    layer: Attention,
+    B: int,
+    L: int,
+    S: int,
+    training: bool,
+    mask: Mask | Tensor | None,
+    bias: Tensor | Position | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Request:
+    """The request that the layer's forward makes, over tensors that take no memory."""
+    H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
+    with torch.set_grad_enabled(training):
+        hollow = torch.empty((), device=device, dtype=dtype, requires_grad=training)
+        q, k, v = hollow.expand(B, H, L, D), hollow.expand(B, K, S, D), hollow.expand(B, K, S, V)
+        query = hollow.expand(B, L, layer.embed_dim)
+        own = layer.position if layer.position is not None and layer.position.biases else None
+        if isinstance(own, nn.Module) or (own is not None and bias is not None):
+            whole, joined = layer.joined(mask, None, query, query, None, None)[0], hollow.expand(H, L, S)
+        else:
+            whole, joined = layer.joined(mask, bias, query, query, None, None)
+        dropout = layer.dropout if training else 0.0
+        needs_lse = layer.sinks is not None
+        return make_request(
+            q, k, v, None if whole is None else whole.to(device), joined, layer.scale, layer.softcap, dropout, None, None,
+            needs_lse, reference.attention,
+        )  # fmt: skip
+
+
+def _learned_tables(layer: Attention, L: int, S: int) -> list[str]:
+    if isinstance(layer.position, nn.Module) and layer.position.biases:
+        return [f"a bias of {layer.num_heads} x {L} x {S}: the table of {type(layer.position).__name__} gets a gradient"]
+    return []
+
+
+def _steps(layer: Attention, B: int, L: int, S: int, is_self: bool, kernel: str) -> list[tuple[str, str]]:
+    H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
+    query, source = "x", "x" if is_self else "context"
+    sources = {"q": (query, L, layer.embed_dim), "k": (source, S, layer.kdim), "v": (source, S, layer.vdim)}
+    steps: list[tuple[str, str]] = []
+    for name, parts, rows, _ in layer.products(query, source, source):
+        text, tokens, width = sources[parts[0]]
+        steps.append((name, f"{text} {(B, tokens, width)} -> {', '.join(parts)} {(B, tokens, rows.stop - rows.start)}"))
+    steps.append(("heads", f"q {(B, H, L, D)}, k {(B, K, S, D)}, v {(B, K, S, V)}"))
+    if layer.q_norm is not None:
+        steps.append(("norms", f"q {(B, H, L, D)}, k {(B, K, S, D)}"))
+    if layer.position is not None:
+        acts_on = f"q {(B, H, L, D)}, k {(B, K, S, D)}" if layer.position.rotates else f"scores {(H, L, S)}"
+        steps.append((type(layer.position).__name__, acts_on))
+    steps.append(("attention", f"q, k, v -> {(B, H, L, V)} by {kernel}"))
+    if layer.sinks is not None:
+        steps.append(("sinks", f"{(H,)} joins the softmax, by lse {(B, H, L)}"))
+    if layer.gate_proj is not None:
+        steps.append(("gate_proj", f"x {(B, L, layer.embed_dim)} -> {(B, L, H * V)}"))
+    return [*steps, ("out_proj", f"{(B, L, H * V)} -> {(B, L, layer.out_dim)}")]

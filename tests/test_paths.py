@@ -1,0 +1,201 @@
+"""The product test: every kernel that accepts a case gives what the reference gives, output and gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import multihead as mh
+from cases import assert_within_budget, by_kernel, by_reference, draw, names, own_error
+
+CHUNKS = 12
+PER_CHUNK = 50
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_kernel_agrees_with_the_reference(chunk):
+    tried = dict.fromkeys(("sdpa", "blocks", None), 0)
+    for number in range(chunk * PER_CHUNK, (chunk + 1) * PER_CHUNK):
+        case = draw(number)
+        exact = by_reference(case)
+        for kernel in tried:
+            try:
+                found = by_kernel(case, kernel)
+            except mh.KernelRefusal:
+                continue
+            assert_within_budget(found, exact, None, f"{kernel}: {case.told}", names(case))
+            tried[kernel] += 1
+    assert tried[None] == PER_CHUNK
+    assert tried["blocks"] == PER_CHUNK
+    assert tried["sdpa"] >= PER_CHUNK // 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chunk", range(3))
+def test_narrower_dtypes_keep_to_twice_the_reference_s_own_error(dtype, chunk):
+    for number in range(10_000 + chunk * 30, 10_000 + (chunk + 1) * 30):
+        narrow = draw(number).to(dtype)
+        wide = narrow.to(torch.float64)
+        exact, own = by_reference(wide), own_error(narrow, wide)
+        for kernel in ("sdpa", "blocks", None):
+            try:
+                found = by_kernel(narrow, kernel)
+            except mh.KernelRefusal:
+                continue
+            assert found[0].dtype == dtype
+            assert found[1].dtype == torch.float32
+            assert_within_budget(found, exact, own, f"{kernel} {dtype}: {narrow.told}", names(narrow))
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_a_mask_as_a_value_and_as_a_table_is_the_same(chunk):
+    for number in range(20_000 + chunk * 30, 20_000 + (chunk + 1) * 30):
+        case = draw(number)
+        if case.mask is None:
+            continue
+        exact = by_reference(case)
+        L, S = case.q.shape[-2], case.k.shape[-2]
+        places = {name: case.options.get(name) for name in ("q_positions", "k_positions")}
+        case.mask = case.mask.dense(L, S, **places)
+        assert_within_budget(by_kernel(case, None), exact, None, case.told, names(case))
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_batched_and_row_by_row_are_the_same(chunk):
+    """Each row of a batch is computed as if it were alone."""
+    for number in range(30_000 + chunk * 30, 30_000 + (chunk + 1) * 30):
+        case = draw(number)
+        batch = case.q.shape[:-3]
+        options = {name: option for name, option in case.options.items() if name not in ("q_positions", "k_positions")}
+        L, S = case.q.shape[-2], case.k.shape[-2]
+        places = {name: case.options.get(name) for name in ("q_positions", "k_positions")}
+        visible = torch.ones(L, S, dtype=torch.bool) if case.mask is None else case.mask.dense(L, S, **places)
+        whole = mh.attention(case.q, case.k, case.v, case.mask, **case.options)
+        if isinstance(options.get("bias"), mh.ALiBi):
+            options["bias"] = _alibi_table(options["bias"], L, S, places)
+        for at in itertools.product(*(range(n) for n in batch)):
+            one = {n: _row_of(t, at, 3) if n == "bias" else t for n, t in options.items()}
+            alone = mh.attention(case.q[at], case.k[at], case.v[at], _row_of(visible, at, 3), **one)
+            assert_within_budget([whole[at]], [alone], None, f"row {at} of {case.told}", ["out"])
+
+
+def _alibi_table(alibi, L, S, places):
+    q_at = places["q_positions"]
+    k_at = places["k_positions"]
+    if k_at is None:
+        k_at = torch.arange(S)
+        q_at = torch.arange(S - L, S) if q_at is None else q_at
+    elif q_at is None:
+        q_at = k_at[..., S - L :]
+    return alibi.bias(q_at, k_at).double()
+
+
+def _row_of(table, at, own):
+    """The part of a table with `own` axes of its own that speaks of one row of the batch."""
+    lead = table.ndim - own
+    if lead <= 0:
+        return table
+    return table[tuple(0 if size == 1 else i for i, size in zip(at[len(at) - lead :], table.shape, strict=False))]
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "blocks", "reference"])
+@pytest.mark.parametrize("joined", ["causal", "full"])
+def test_packed_padded_and_alone_are_the_same(kernel, joined):
+    """Documents in one row, the same documents as rows with padding, and each by itself."""
+    torch.manual_seed(3)
+    lengths, H, K, D = [5, 67, 1, 31], 4, 2, 7
+    documents = [[torch.randn(heads, n, D, dtype=torch.float64) for heads in (H, K, K)] for n in lengths]
+    mask = mh.causal() if joined == "causal" else None
+    alone = [mh.attention(*qkv, mask, kernel=kernel) for qkv in documents]
+
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    apart = mh.documents(cu_seqlens=cu_seqlens)
+    packed = mh.attention(*(torch.cat(t, -2) for t in zip(*documents, strict=True)), apart if mask is None else mask & apart)
+    for found, want in zip(packed.split(lengths, -2), alone, strict=True):
+        assert_within_budget([found], [want], None, "packed", ["out"])
+
+    width = max(lengths)
+    rows = [torch.stack([_padded(t, width) for t in kind]) for kind in zip(*documents, strict=True)]
+    real = mh.lengths(lengths)
+    padded = mh.attention(*rows, real if mask is None else mask & real, kernel=kernel)
+    for found, want, n in zip(padded, alone, lengths, strict=True):
+        assert_within_budget([found[:, :n]], [want], None, "padded", ["out"])
+
+
+def _padded(tensor, width):
+    """Garbage as padding: it must not be looked at."""
+    return torch.nn.functional.pad(tensor, (0, 0, 0, width - tensor.shape[-2]), value=float("nan"))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "blocks", "reference"])
+@pytest.mark.parametrize("mask", [mh.causal(), mh.window(left=9, right=0), mh.causal() | mh.prefix(20)], ids=repr)
+def test_decoding_in_chunks_is_the_full_pass(kernel, mask):
+    """New queries against all keys so far give the rows of one causal pass, because positions decide."""
+    torch.manual_seed(5)
+    T, H, K, D = 83, 4, 2, 7
+    q, k, v = (torch.randn(3, heads, T, D, dtype=torch.float64) for heads in (H, K, K))
+    bias = mh.ALiBi(H)
+    # A prefix is visible from the first chunk on, so chunks begin behind it.
+    full = mh.attention(q, k, v, mask, bias=bias)
+    done = 23
+    for size in (1, 1, 7, 40, 11):
+        rows = slice(done, done + size)
+        done += size
+        got = mh.attention(q[:, :, rows], k[:, :, :done], v[:, :, :done], mask, bias=bias, kernel=kernel)
+        assert_within_budget([got], [full[:, :, rows]], None, f"rows {rows}", ["out"])
+    assert done == T
+
+
+def test_hidden_garbage_changes_nothing_on_any_kernel():
+    """NaN and inf in keys and values that nobody sees: https://github.com/pytorch/pytorch/issues/101967"""
+    torch.manual_seed(7)
+    B, H, K, L, S, D = 2, 4, 2, 67, 131, 5
+    q, k, v = (torch.randn(B, h, n, D, dtype=torch.float64) for h, n in ((H, L), (K, S), (K, S)))
+    mask = mh.padding(torch.rand(B, S) < 0.6) & mh.window(left=60)
+    seen = mask.dense(L, S)[:, 0].any(-2)[:, None, :, None]  # (B, 1, S, 1)
+    up = torch.randn(B, H, L, D, dtype=torch.float64)
+    for junk in (float("nan"), float("inf"), -float("inf"), 1e300):
+        answers = []
+        for kernel in ("reference", "sdpa", "blocks"):
+            leaves = [q.clone(), k.where(seen, junk), v.where(seen, junk)]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            out = mh.attention(*leaves, mask, kernel=kernel)
+            answers.append([out, *torch.autograd.grad(out, leaves, up)])
+            assert all(t.isfinite().all() for t in answers[-1]), f"{junk} leaks through {kernel}"
+            assert not answers[-1][2].masked_select(~seen).any(), "a key nobody sees has a gradient"
+            assert_within_budget(answers[-1], answers[0], None, f"{kernel}, {junk}", ["out", "dq", "dk", "dv"])
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 5), (2, 2, 0, 5), (2, 2, 3, 0)], ids=["B=0", "L=0", "S=0"])
+def test_empty_axes(sizes):
+    B, H, L, S = sizes
+    q, k, v = (torch.randn(B, H, n, 5, requires_grad=True) for n in (L, S, S))
+    for mask in (None, mh.causal(), mh.lengths(0)):
+        out, lse = mh.attention(q, k, v, mask, return_lse=True)
+        assert out.shape == (B, H, L, 5)
+        assert not out.any()
+        assert (lse == -float("inf")).all()
+        assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_inputs_and_masks_stay_as_they_were():
+    case = draw(8)
+    ids, keep = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([True, False, True, True, True])
+    mask = mh.causal() & mh.documents(ids) & mh.padding(keep)
+    q, k, v, bias = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5, 7), torch.randn(3, 5, 5)
+    before = [t.clone() for t in (q, k, v, bias, ids, keep)]
+    for kernel in ("reference", "sdpa", "blocks"):
+        mh.attention(q, k, v, mask, bias=bias, kernel=kernel)
+    assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v, bias, ids, keep), strict=True))
+    assert case.told  # a case tells what it is, so that a failure can be repeated
