@@ -119,7 +119,7 @@ def test_narrow_positions_do_not_wrap_around(dtype):
     places = ints(torch.iinfo(dtype).min, torch.iinfo(dtype).max, dtype=dtype)
     mask = causal()
     assert torch.equal(mask.dense(2, 2, q_positions=places, k_positions=places), table("x.", "xx"))
-    bounds = mask.bounds(Blocks(2, 2, places, places, 1, 1))
+    bounds = mask.bounds(Blocks(2, 2, *default_positions(2, 2, places, places, places.device), 1, 1))
     assert torch.equal(bounds.some, table("x.", "xx"))
     assert torch.equal(bounds.every, table("x.", "xx"))
 

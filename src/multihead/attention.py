@@ -75,6 +75,8 @@ def attention(
                 q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, q_positions=q_positions,
                 k_positions=k_positions, kernel=kernel, return_lse=return_lse,
             )  # fmt: skip
+    if return_lse is not True and return_lse is not False:
+        raise bad_type("return_lse", "True or False", return_lse)
     needs_lse = return_lse or sinks is not None
     request = make_request(
         q, k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, reference.attention

@@ -15,7 +15,9 @@ try:
     from rich.console import Console
     from typer.core import TyperGroup
 except ModuleNotFoundError as missing:
-    sys.stderr.write(f"multihead: the command line needs {missing.name}. Next: pip install 'multihead[cli]'\n")
+    sys.stderr.write(
+        f"multihead: the command line needs typer and rich ({missing}). Next: pip install 'multihead[cli]'\n"
+    )
     raise SystemExit(2) from None
 
 from multihead import __version__, demo

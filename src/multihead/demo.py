@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics  # pyright: ignore[reportMissingTypeStubs]
 from time import perf_counter
 
 import torch
@@ -253,6 +252,11 @@ def _check_range(argument: str, value: object, least: int, most: int) -> None:
 def _read(path: Path | None) -> str:
     """The text, with "\\n" for every kind of line end."""
     if path is None:
+        try:
+            from pydoc_data.topics import topics  # pyright: ignore[reportMissingTypeStubs]  (some systems lack it)
+        except ModuleNotFoundError:
+            got = "none, and this Python comes without pydoc_data.topics"
+            raise bad_value("--text", "a UTF-8 text file", got, "", "Name a file.") from None
         return "\n\n".join(topics.values())
 
     def unfit(what: str, instead: str) -> ValueError:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multihead.errors import bad_type, bad_value, describe, is_int
+from multihead.errors import bad_type, bad_value, check_size, describe, is_int
 from multihead.plane import Blocks, Plane, Tile, default_positions
 
 __all__ = ["Mask", "as_mask", "causal", "dense", "documents", "lengths", "padding", "prefix", "window"]
@@ -101,20 +101,24 @@ class Mask(ABC):
             (L, S), with batch and head axes in front where the mask or the positions have them: (*batch, H or 1, L, S).
 
         Raises:
-            ValueError: the mask does not fit L or S.
+            ValueError, TypeError: the mask or the positions do not fit L or S.
         """
         held = [t.device for t in (*self.tensors().values(), q_positions, k_positions) if t is not None]
         where = torch.device(device) if device is not None else (held[0] if held else torch.device("cpu"))
-        self.check(Plane(None, None, L, S, where))
+        plane = Plane(None, None, check_size("L", L, least=0), check_size("S", S, least=0), where)
+        plane.check_positions(q_positions, k_positions)
+        self.check(plane)
         q_default, k_default = default_positions(L, S, q_positions, k_positions, where)
         seen = self.visible(Tile(L, S, q_default, k_default))
         return seen.expand(torch.broadcast_shapes(seen.shape, (L, S)))
 
     def __and__(self, other: Mask | Tensor) -> Mask:
-        return _And(self, as_mask(other, "the right side of &"))
+        return _And(self, as_mask(other, "the other side of &"))
 
     def __or__(self, other: Mask | Tensor) -> Mask:
-        return _Or(self, as_mask(other, "the right side of |"))
+        return _Or(self, as_mask(other, "the other side of |"))
+
+    __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> Mask:
         return _Not(self)
@@ -129,7 +133,7 @@ def as_mask(mask: object, argument: str = "mask") -> Mask:
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-        return dense(mask)
+        return _table(argument, mask)
     if isinstance(mask, Tensor) and mask.is_floating_point():
         instead = "Pass it as bias=, which is added to the scores."
         raise bad_type(argument, "a Mask or a bool tensor", mask, "Its numbers would be lost.", instead)
@@ -175,16 +179,16 @@ class _Window(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Lengths(Mask):
-    """Key slots below n; n is () or (*batch)."""
+    """Key slots below n; n is a number or (*batch)."""
 
-    n: Tensor
+    n: int | Tensor
 
     def visible(self, tile: Tile) -> Tensor:
         return tile.k_index < tile.per_row(self.n)
 
     def bounds(self, blocks: Blocks) -> Bounds:
         first, last = blocks.k_range(blocks.k_index)
-        n = self.n[..., None, None]
+        n = blocks.per_row(self.n)
         return Bounds(first < n, last < n)
 
     def check(self, plane: Plane) -> None:
@@ -196,16 +200,16 @@ class _Lengths(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Prefix(Mask):
-    """Keys at positions below n; n is () or (*batch)."""
+    """Keys at positions below n; n is a number or (*batch)."""
 
-    n: Tensor
+    n: int | Tensor
 
     def visible(self, tile: Tile) -> Tensor:
         return tile.k_position < tile.per_row(self.n)
 
     def bounds(self, blocks: Blocks) -> Bounds:
         low, high = blocks.k_range(blocks.k_positions)
-        n = self.n[..., None, None]
+        n = blocks.per_row(self.n)
         return Bounds(low < n, high < n)
 
     def check(self, plane: Plane) -> None:
@@ -371,10 +375,10 @@ def _bracketed(mask: Mask, *kinds: type[Mask]) -> str:
     return f"({mask!r})" if isinstance(mask, kinds) else repr(mask)
 
 
-def _short(tensor: Tensor) -> str:
-    """A tensor inside a mask's repr: the number itself, or dtype and shape (repr must not print a million ids)."""
-    if tensor.ndim == 0 and tensor.device.type == "cpu":
-        return str(tensor.item())
+def _short(tensor: int | Tensor) -> str:
+    """What a mask's repr says of its content: the number itself, or dtype and shape (it must not print a million ids)."""
+    if not isinstance(tensor, Tensor):
+        return str(tensor)
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -463,11 +467,11 @@ def documents(
         raise bad_value("documents(ids, cu_seqlens=)", "exactly one of the two", "both" if ids is not None else "none")
     if ids is None:
         ids = _ids_from_starts(cu_seqlens)
-    for name, value in (("ids", ids), ("q_ids", q_ids)):
+    for name, axis, value in (("ids", "S", ids), ("q_ids", "L", q_ids)):
         if value is not None and (not isinstance(value, Tensor) or value.dtype not in _INTEGERS):
-            raise bad_type(f"documents({name})", "an integer tensor (*batch, S)", value)
+            raise bad_type(f"documents({name})", f"an integer tensor (*batch, {axis})", value)
         if value is not None and value.ndim == 0:
-            raise bad_value(f"documents({name})", "the shape (S,) or (*batch, S)", describe(value))
+            raise bad_value(f"documents({name})", f"the shape ({axis},) or (*batch, {axis})", describe(value))
     return _Documents(ids, q_ids)
 
 
@@ -485,17 +489,24 @@ def dense(keep: Tensor) -> Mask:
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
         instead = "True = may attend; for numbers that are added to the scores use bias=."
         raise bad_type("dense(keep)", "a bool tensor (*batch, H, L, S)", keep, "", instead)
+    return _table("dense(keep)", keep)
+
+
+def _table(argument: str, keep: Tensor) -> Mask:
     if keep.ndim < 2:
         otherwise = "With fewer axes it is not clear whether it speaks of queries or of keys."
-        raise bad_value("dense(keep)", "at least the axes (L, S)", describe(keep), otherwise, "For keys use padding().")
+        raise bad_value(argument, "at least the axes (L, S)", describe(keep), otherwise, "For keys use padding().")
     return _Dense(keep)
 
 
-def _counts(argument: str, n: object) -> Tensor:
-    """Counts as an int64 tensor, checked; values are read only on the CPU, where that costs no synchronisation."""
+def _counts(argument: str, n: object) -> int | Tensor:
+    """Counts, checked: a number as it is, several as a tensor. The values of a tensor are read only on the CPU, where that
+    costs no synchronisation."""
+    if is_int(n):
+        return check_size(argument, n, least=0)
     if isinstance(n, Tensor):
         counts = n
-    elif is_int(n) or (isinstance(n, Sequence) and all(is_int(item) for item in n)):
+    elif isinstance(n, Sequence) and not isinstance(n, str) and all(is_int(item) for item in n):
         counts = torch.tensor(n, dtype=torch.int64)
     else:
         raise bad_type(argument, "an int, or ints of shape (*batch)", n)

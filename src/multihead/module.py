@@ -14,8 +14,9 @@ from torch.nn.modules import module as nn_module
 from multihead.attention import attention, attention_weights
 from multihead.errors import bad_type, bad_value, check_probability, check_size, describe, is_number
 from multihead.masks import Mask, as_mask
-from multihead.plane import default_positions
+from multihead.plane import Plane, default_positions
 from multihead.positions import Position
+from multihead.request import check_scores
 
 Positions = Tensor | tuple[Tensor, Tensor]
 
@@ -100,6 +101,8 @@ class Attention(nn.Module):
         self.mask = None if mask is None else as_mask(mask)
         self.dropout = check_probability("dropout", dropout)
         check_probability("out_dropout", out_dropout)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise bad_type("dtype", "a floating point dtype such as torch.float32, or None", str(dtype))
         if packed and self.kdim != self.vdim:
             otherwise = "One projection would need one width for the inputs of k and v."
             got = f"kdim={self.kdim}, vdim={self.vdim}"
@@ -163,6 +166,8 @@ class Attention(nn.Module):
         Raises:
             ValueError, TypeError: an input does not fit.
         """
+        if weights is not True and weights is not False:
+            raise bad_type("weights", "True or False", weights)
         key, value = self._sources(query, key, value)
         q_positions, k_positions = _split_positions(positions, key is query)
         mask, bias = self.joined(mask, bias, query, key, q_positions, k_positions)
@@ -274,6 +279,8 @@ class Attention(nn.Module):
 
     def _rebuild(self, packed: bool) -> Attention:
         own = self._parts()
+        if [name for name, _ in self._layers()] == [name for name, _ in _layout(self._inputs, packed)]:
+            return self
         for name, _ in self._layers():
             projection = self._modules[name]
             if not _is_plain(projection):
@@ -281,8 +288,8 @@ class Attention(nn.Module):
                 raise bad_value(name, "a plain nn.Linear", describe(projection), "Its extras would be lost.", instead)
         for what, flags in (
             ("with a bias", {projection.bias is not None for projection, _ in own.values()}),
-            ("with trained weights", {projection.weight.requires_grad for projection, _ in own.values()}),
-            ("with trained biases", {p.bias is not None and p.bias.requires_grad for p, _ in own.values()}),
+            ("with requires_grad of the weight", {projection.weight.requires_grad for projection, _ in own.values()}),
+            ("with requires_grad of the bias", {p.bias is not None and p.bias.requires_grad for p, _ in own.values()}),
         ):
             if len(flags) > 1:
                 raise bad_value("projections", f"all {what}, or none", "some of both", "Joined they would be alike.")
@@ -309,14 +316,22 @@ class Attention(nn.Module):
             raise bad_value("key", "given where value is", None, "Values without keys can't be found.")
         key = query if key is None else key
         value = key if value is None else value
-        for name, tensor, axis, width in (
-            ("query", query, "L", f"E={self.embed_dim}"), ("key", key, "S", f"kdim={self.kdim}"), ("value", value, "S", f"vdim={self.vdim}"),
+        projection = self._modules[next(self._layers())[0]]
+        like = projection.weight if isinstance(projection, nn.Linear) else query
+        for name, tensor, axis, letter, width in (
+            ("query", query, "L", "E", self.embed_dim), ("key", key, "S", "kdim", self.kdim), ("value", value, "S", "vdim", self.vdim),
         ):  # fmt: skip
-            form = f"(*batch, {axis}, {width})"
+            form = f"(*batch, {axis}, {letter}={width})"
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise bad_type(name, f"a tensor {form}", tensor)
-            if tensor.ndim < 2 or tensor.shape[-1] != int(width.partition("=")[2]):
+            if tensor.ndim < 2 or tensor.shape[-1] != width:
                 raise bad_value(name, f"the shape {form}", describe(tensor))
+            device = tensor.device
+            autocast = device.type != "meta" and torch.is_autocast_enabled(device.type) and tensor.is_floating_point()
+            if tensor.dtype != like.dtype and not autocast:
+                raise bad_type(name, f"the layer's dtype, {like.dtype}", tensor, "", "Convert one with .to(dtype).")
+            if device != like.device:
+                raise bad_value(name, f"the layer's device, {like.device}", device, "", "Move one with .to(device).")
         if key.shape[:-1] != value.shape[:-1]:
             raise bad_value("value", f"the batch axes and S of key, {tuple(key.shape[:-1])}", describe(value))
         if key.shape[:-2] != query.shape[:-2]:
@@ -333,14 +348,19 @@ class Attention(nn.Module):
         q_positions: Tensor | None,
         k_positions: Tensor | None,
     ) -> tuple[Mask | None, Tensor | Position | None]:
-        """The layer's own mask and bias together with the call's."""
-        call_mask = None if mask is None else as_mask(mask)
-        whole = self.mask if call_mask is None else call_mask if self.mask is None else self.mask & call_mask
+        """The layer's own mask and bias together with the call's, checked before anything is computed."""
+        L, S = query.shape[-2], key.shape[-2]
+        plane = Plane(tuple(query.shape[:-2]), self.num_heads, L, S, query.device)
+        names = ("positions",) * 2 if key is query else ("positions[0]", "positions[1]")
+        whole = check_scores(plane, self.head_dim, mask, bias, q_positions, k_positions, names)
+        if self.mask is not None:
+            self.mask.check(plane)
+            whole = self.mask if whole is None else self.mask & whole
         if self.position is None or not self.position.biases:
             return whole, bias
         if bias is None:
             return whole, self.position
-        places = default_positions(query.shape[-2], key.shape[-2], q_positions, k_positions, query.device)
+        places = default_positions(L, S, q_positions, k_positions, query.device)
         both = [part.bias(*places) if isinstance(part, Position) else part for part in (self.position, bias)]
         return whole, both[0] if both[1] is None else both[1] if both[0] is None else both[0] + both[1]
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multihead.errors import bad_value, describe
+from multihead.errors import bad_type, bad_value, describe
 
 
 def default_positions(
     L: int, S: int, q_positions: Tensor | None, k_positions: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Positions of both sides, filled in where they are None: keys stand at 0 .. S-1, queries are the last L keys.
-
-    Whole numbers come back as int64: the distance of two narrow ones could wrap around.
-    """
-    q_positions, k_positions = _wide(q_positions), _wide(k_positions)
+    """Positions of both sides, filled in where they are None: keys stand at 0 .. S-1, queries are the last L keys."""
     if k_positions is None:
         k_positions = torch.arange(S, device=device)
         if q_positions is None:
@@ -29,8 +25,9 @@ def default_positions(
     return q_positions, k_positions
 
 
-def _wide(positions: Tensor | None) -> Tensor | None:
-    return positions if positions is None or positions.is_floating_point() else positions.to(torch.int64)
+def _wide(positions: Tensor) -> Tensor:
+    """Whole numbers as int64: the distance of two narrow ones could wrap around."""
+    return positions if positions.is_floating_point() else positions.to(torch.int64)
 
 
 class Plane:
@@ -44,8 +41,10 @@ class Plane:
     def __init__(self, batch: tuple[int, ...] | None, heads: int | None, L: int, S: int, device: torch.device) -> None:
         self.batch, self.heads, self.L, self.S, self.device = batch, heads, L, S, device
 
-    def check_rows(self, argument: str, tensor: Tensor) -> None:
-        """One number for each row of the batch: () or (*batch)."""
+    def check_rows(self, argument: str, tensor: int | Tensor) -> None:
+        """One number for each row of the batch: (*batch), or one for all."""
+        if not isinstance(tensor, Tensor):
+            return
         self._check_device(argument, tensor)
         self._check_batch(argument, tensor, tuple(tensor.shape), "()", "(*batch)")
 
@@ -71,6 +70,22 @@ class Plane:
             instead = "One table for each row of a batch is (batch, 1, L, S): insert the axis with [:, None]."
             raise bad_value(argument, f"a shape that broadcasts to {sizes}", describe(tensor), "", instead)
 
+    def check_positions(
+        self, q_positions: object, k_positions: object, names: tuple[str, str] = ("q_positions", "k_positions")
+    ) -> None:
+        """Where tokens stand: numbers of shape (L,) and (S,), or with the batch axes in front."""
+        for name, axis, given in ((names[0], "L", q_positions), (names[1], "S", k_positions)):
+            if given is None:
+                continue
+            if not isinstance(given, Tensor) or given.dtype == torch.bool or given.is_complex():
+                raise bad_type(name, f"a tensor of numbers ({axis},) or (*batch, {axis})", given)
+            if given.ndim == 0:
+                raise bad_value(name, f"the shape ({axis},) or (*batch, {axis})", describe(given))
+            self.check_tokens(name, given, axis)
+        if k_positions is not None and q_positions is None and self.L > self.S:
+            otherwise = "The queries would be the last L of the S keys."
+            raise bad_value("q_positions", f"given when L={self.L} > S={self.S} and k_positions is", None, otherwise)
+
     def _check_batch(self, argument: str, tensor: Tensor, have: tuple[int, ...], bare: str, full: str) -> None:
         if not have or self.batch is None:
             return
@@ -79,8 +94,7 @@ class Plane:
             raise bad_value(argument, f"the shape {bare} or {full} with batch={self.batch}", describe(tensor))
 
     def _check_device(self, argument: str, tensor: Tensor) -> None:
-        is_number = tensor.ndim == 0 and tensor.device.type == "cpu"  # a plain number goes with every device
-        if tensor.device != self.device and not is_number:
+        if tensor.device != self.device:
             raise bad_value(argument, f"the device of q, {self.device}", tensor.device, "", "Move it with .to(device).")
 
 
@@ -101,11 +115,11 @@ class Tile:
         columns: slice = slice(None),
     ) -> None:
         self.L, self.S = L, S
-        self.q_positions, self.k_positions = q_positions, k_positions
+        self.q_positions, self.k_positions = _wide(q_positions), _wide(k_positions)
         self.rows, self.columns = rows, columns
 
-    def per_row(self, tensor: Tensor) -> Tensor:  # (*batch) -> (*batch, 1, 1, 1)
-        return tensor[..., None, None, None] if tensor.ndim else tensor
+    def per_row(self, number: int | Tensor) -> int | Tensor:  # (*batch) -> (*batch, 1, 1, 1)
+        return number[..., None, None, None] if isinstance(number, Tensor) else number
 
     def per_query(self, tensor: Tensor) -> Tensor:  # (*batch, L) -> (*batch, 1, rows, 1)
         part = tensor[..., self.rows]
@@ -140,8 +154,11 @@ class Blocks:
         self, L: int, S: int, q_positions: Tensor, k_positions: Tensor, q_size: int, k_size: int
     ) -> None:
         self.L, self.S = L, S
-        self.q_positions, self.k_positions = q_positions, k_positions
+        self.q_positions, self.k_positions = _wide(q_positions), _wide(k_positions)
         self.q_size, self.k_size = q_size, k_size
+
+    def per_row(self, number: int | Tensor) -> int | Tensor:  # (*batch) -> (*batch, 1, 1)
+        return number[..., None, None] if isinstance(number, Tensor) else number
 
     def q_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Least and greatest value in each block of queries: (*batch, L) -> two of (*batch, nQ, 1)."""

@@ -57,7 +57,7 @@ class Position:
         del q_positions, k_positions
         return None
 
-    def check(self, num_heads: int, head_dim: int) -> None:
+    def check(self, num_heads: int, head_dim: int, argument: str = "position") -> None:
         """Raises if this does not fit a layer of H=`num_heads` query heads of head dim D=`head_dim`.
 
         Raises:
@@ -124,12 +124,12 @@ def _distances(q_positions: Tensor, k_positions: Tensor) -> Tensor:
     return k[..., None, :] - q[..., :, None]
 
 
-def _check_heads(own: int, num_heads: int) -> None:
+def _check_heads(argument: str, own: int, num_heads: int) -> None:
     """Raises if a bias for `own` heads is asked to serve a layer of `num_heads`."""
     if check_size("num_heads", num_heads) != own:
         otherwise = "Heads would be left without a bias, or a bias without a head."
         instead = f"Make the bias with num_heads={num_heads}."
-        raise bad_value("position", f"a bias for H={num_heads} query heads", f"one for {own}", otherwise, instead)
+        raise bad_value(argument, f"a bias for H={num_heads} query heads", f"one for {own}", otherwise, instead)
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -180,9 +180,9 @@ class ALiBi(Position):
         usual = self.slopes == alibi_slopes(self.num_heads)
         return f"ALiBi(num_heads={self.num_heads}{'' if usual else f', slopes={self.slopes}'})"
 
-    def check(self, num_heads: int, head_dim: int) -> None:
+    def check(self, num_heads: int, head_dim: int, argument: str = "position") -> None:
         super().check(num_heads, head_dim)
-        _check_heads(self.num_heads, num_heads)
+        _check_heads(argument, self.num_heads, num_heads)
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """The bias, float32, nowhere above 0. Shapes as in `Position.bias`; positions may be floating.
@@ -305,9 +305,9 @@ class _TableBias(nn.Module, Position):
         """Draws `weight` anew from a normal distribution of mean 0 and standard deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def check(self, num_heads: int, head_dim: int) -> None:
+    def check(self, num_heads: int, head_dim: int, argument: str = "position") -> None:
         super().check(num_heads, head_dim)
-        _check_heads(self.num_heads, num_heads)
+        _check_heads(argument, self.num_heads, num_heads)
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """The bias in the table's dtype, with gradients to the table. Shapes as in `Position.bias`.

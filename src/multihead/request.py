@@ -172,16 +172,10 @@ def make_request(
             raise bad_type("softcap", "a number above 0, or None", softcap)
         if not 0 < softcap < math.inf:
             raise bad_value("softcap", "a number above 0, or None", softcap, "It bounds the scores.")
-    if dropout:
+    if type(dropout) is not float or dropout:
         dropout = check_probability("dropout", dropout)
     if mask is not None or bias is not None or q_positions is not None or k_positions is not None:
-        plane = Plane(tuple(batch), H, L, S, q.device)
-        q_positions, k_positions = _check_positions(plane, q_positions, k_positions)
-        if mask is not None:
-            mask = as_mask(mask)
-            mask.check(plane)
-        if bias is not None:
-            _check_bias(bias, plane, D)
+        mask = check_scores(Plane(tuple(batch), H, L, S, q.device), D, mask, bias, q_positions, k_positions)
         if len(batch) != 1:
             mask = mask.flattened(tuple(batch)) if mask is not None else None
             bias = _one_batch_axis(bias, batch, 3) if isinstance(bias, Tensor) else bias
@@ -233,21 +227,28 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Si
     return q_shape, k_shape, v_shape
 
 
-def _check_positions(
-    plane: Plane, q_positions: Tensor | None, k_positions: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    for name, axis, given in (("q_positions", "L", q_positions), ("k_positions", "S", k_positions)):
-        if given is None:
-            continue
-        if not isinstance(given, Tensor) or given.dtype == torch.bool or given.is_complex():  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise bad_type(name, f"a tensor of numbers ({axis},) or (*batch, {axis})", given)
-        if given.ndim == 0:
-            raise bad_value(name, f"the shape ({axis},) or (*batch, {axis})", describe(given))
-        plane.check_tokens(name, given, axis)
-    if k_positions is not None and q_positions is None and plane.L > plane.S:
-        otherwise = "The queries would be the last L of the S keys."
-        raise bad_value("q_positions", f"given when L={plane.L} > S={plane.S} and k_positions is", None, otherwise)
-    return q_positions, k_positions
+def check_scores(
+    plane: Plane,
+    D: int,
+    mask: Mask | Tensor | None,
+    bias: Tensor | Position | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    names: tuple[str, str] = ("q_positions", "k_positions"),
+) -> Mask | None:
+    """Whether what acts on the scores fits their plane; `names` are the caller's for the positions. Gives the mask as a value.
+
+    Raises:
+        ValueError, TypeError: something does not fit.
+    """
+    plane.check_positions(q_positions, k_positions, names)
+    if bias is not None:
+        _check_bias(bias, plane, D)
+    if mask is None:
+        return None
+    mask = as_mask(mask)
+    mask.check(plane)
+    return mask
 
 
 def _check_bias(bias: object, plane: Plane, D: int) -> None:
@@ -256,7 +257,7 @@ def _check_bias(bias: object, plane: Plane, D: int) -> None:
             instead = "Rotate q and k with it before the call, or give it to Attention(position=)."
             raise bad_type("bias", "a tensor, or a position that biases scores", bias, "It acts on q and k.", instead)
         assert plane.heads is not None
-        bias.check(plane.heads, D)
+        bias.check(plane.heads, D, argument="bias")
         return
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         is_bool = isinstance(bias, Tensor) and bias.dtype == torch.bool

@@ -293,7 +293,7 @@ class Rotary(Position):
         frequencies = float(self.base) ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
         return frequencies if self.scaling is None else self.scaling.scale(frequencies, float(self.base))
 
-    def check(self, num_heads: int, head_dim: int) -> None:
+    def check(self, num_heads: int, head_dim: int, argument: str = "position") -> None:
         super().check(num_heads, head_dim)
         self._turning(head_dim)
 

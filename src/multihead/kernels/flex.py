@@ -105,8 +105,8 @@ class _Point(Tile):
         super().__init__(request.sizes.L, request.sizes.S, *request.positions())
         self.b, self.h, self.i, self.j = b, h, i, j
 
-    def per_row(self, tensor: Tensor) -> Tensor:
-        return self._of_batch(tensor, 0)
+    def per_row(self, number: int | Tensor) -> int | Tensor:
+        return self._of_batch(number, 0) if isinstance(number, Tensor) else number
 
     def per_query(self, tensor: Tensor) -> Tensor:
         return self._of_batch(tensor, 1)[self.i]
