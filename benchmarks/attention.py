@@ -1,8 +1,8 @@
 """`multihead.attention` against torch's scaled_dot_product_attention (SDPA), cell by cell, with what each should reach.
 
-    python benchmarks/attention.py                 all cells, one thread (process time), then two threads (wall time)
-    python benchmarks/attention.py -k window       only cells whose name has "window"
-    python benchmarks/attention.py --seconds 5     longer, on a noisy machine
+python benchmarks/attention.py                 all cells, one thread (process time), then two threads (wall time)
+python benchmarks/attention.py -k window       only cells whose name has "window"
+python benchmarks/attention.py --seconds 5     longer, on a noisy machine
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pairs import Run, measure, show
 from torch import Tensor
 
 import multihead as mh
+from pairs import Run, measure, show
 
 
 class Cell(NamedTuple):
@@ -70,7 +70,9 @@ def tensors(B: int, H: int, K: int, L: int, S: int, D: int) -> tuple[Tensor, Ten
     return torch.randn(B, H, L, D), torch.randn(B, K, S, D), torch.randn(B, K, S, D)
 
 
-def cell(least: float, backward: bool, qkv: tuple[Tensor, ...], mask: mh.Mask | None, theirs: dict[str, object]) -> Cell:
+def cell(
+    least: float, backward: bool, qkv: tuple[Tensor, ...], mask: mh.Mask | None, theirs: dict[str, object]
+) -> Cell:
     def run(call: Callable[..., Tensor]) -> Run:
         leaves = [t.clone().requires_grad_(backward) for t in qkv]
 
@@ -95,10 +97,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each cell and number of threads (default 2)")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="numbers of threads (default 1 2)")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}; ratio = SDPA / multihead, above 1 is faster")
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}; ratio = SDPA / multihead")
     for threads in args.threads:
         clock = "process time" if threads == 1 else "wall time"
-        print(f"\n{threads} thread{'s' * (threads > 1)}, {clock}\n| cell | wanted | ratio | multihead | SDPA |\n|---|---|---|---|---|")
+        print(f"\nthreads: {threads}, {clock}\n| cell | wanted | ratio | multihead | SDPA |\n|---|---|---|---|---|")
         for name, make in cells():
             if args.k in name:
                 made = make()

@@ -78,7 +78,8 @@ def draw(number: int) -> Case:
     if rng.random() < 0.3:
         options["q_positions"], options["k_positions"] = _positions(rng, batch, L, S)
     mask = _mask(rng, batch, H, L, S) if rng.random() < 0.85 else None
-    told = f"case {number}: batch={batch} H={H} K={K} L={L} S={S} D={D} V={V} mask={mask!r} {sorted(options)} grads={grads}"
+    sizes = f"batch={batch} H={H} K={K} L={L} S={S} D={D} V={V}"
+    told = f"case {number}: {sizes} mask={mask!r} {sorted(options)} grads={grads}"
     return Case(number, q, k, v, mask, options, told, grads)
 
 
@@ -176,8 +177,8 @@ class Own(NamedTuple):
 
 
 def own_error(narrow: Case, wide: Case) -> Own:
-    """The largest error over the tensors of the case and three gradients from above. Of one small tensor and one gradient
-    it would be a matter of luck."""
+    """The largest error over the tensors of the case and three gradients from above. Of one small tensor and one
+    gradient it would be a matter of luck."""
     pairs = [(by_reference(narrow, up), by_reference(wide, up)) for up in range(3)]
     error = max(_error(have, want)[0] for found, exact in pairs for have, want in zip(found, exact, strict=True))
     d_out = _upstream(pairs[0][1][0].shape, 0)
@@ -191,8 +192,8 @@ def names(case: Case) -> list[str]:
 def assert_within_budget(
     found: list[Tensor], exact: list[Tensor], own: Own | None, told: str, labels: list[str]
 ) -> None:
-    """The error budget: 1e-12 in float64 (`own` None), else twice the error that the reference itself makes in that dtype
-    plus one rounding; all relative to the largest number of a tensor (or 1). In float32, where kernels keep their
+    """The error budget: 1e-12 in float64 (`own` None), else twice the error that the reference itself makes in that
+    dtype plus one rounding; all relative to the largest number of a tensor (or 1). In float32, where kernels keep their
     intermediate results too, the rounding is that of the largest number on the way: weights * (dO V^T - delta) may be
     small because large numbers cancel, and the reference has other large numbers to cancel."""
     for have, want, label in zip(found, exact, labels, strict=True):
@@ -201,7 +202,9 @@ def assert_within_budget(
         assert torch.equal(have.isfinite(), finite), f"{told}: {label} is finite in other places"
         assert torch.equal(have[~finite].double(), want[~finite].double()), f"{told}: {label} has other infinities"
         error, size = _error(have, want)
-        rounding = torch.finfo(have.dtype).eps * (own.met / size if own is not None and have.dtype == torch.float32 else 1.0)
+        rounding = torch.finfo(have.dtype).eps * (
+            own.met / size if own is not None and have.dtype == torch.float32 else 1.0
+        )
         budget = 1e-12 if own is None else 2 * own.error + rounding
         assert error <= budget, f"{told}: {label} is off by {error:.3g} of {size:.3g}, allowed are {budget:.3g}"
 

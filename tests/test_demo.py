@@ -200,6 +200,17 @@ def test_top_k_of_one_is_the_likeliest():
     assert written.tolist() == model(tokens[None])[0, 2:-1].argmax(-1).tolist()
 
 
+def test_sampling_reads_no_more_than_the_context():
+    torch.manual_seed(0)
+    model, prompt = demo.GPT(11, 16, 1, 2), torch.tensor([3, 1, 4, 1, 5])
+    written = demo.sample(model, prompt, 20, context=3, top_k=1)
+    tokens = torch.cat([prompt, written])
+    by_three = [model(tokens[None, i - 3 : i])[0, -1].argmax().item() for i in range(5, 25)]
+    by_all = [model(tokens[None, :i])[0, -1].argmax().item() for i in range(5, 25)]
+    assert by_three != by_all  # this model would tell the difference
+    assert written.tolist() == by_three
+
+
 def test_validation_is_the_mean_over_the_text_kept_back(poem: Path):
     plan = plan_of(poem, context=5)
     torch.manual_seed(0)

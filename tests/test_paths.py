@@ -120,7 +120,9 @@ def test_packed_padded_and_alone_are_the_same(kernel, joined):
 
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     apart = mh.documents(cu_seqlens=cu_seqlens)
-    packed = mh.attention(*(torch.cat(t, -2) for t in zip(*documents, strict=True)), apart if mask is None else mask & apart)
+    packed = mh.attention(
+        *(torch.cat(t, -2) for t in zip(*documents, strict=True)), apart if mask is None else mask & apart
+    )
     for found, want in zip(packed.split(lengths, -2), alone, strict=True):
         assert_within_budget([found], [want], None, "packed", ["out"])
 

@@ -1,8 +1,8 @@
 """Multi-head attention for PyTorch that is right, fast and open to look into.
 
-`Attention` is the layer, `attention` the function under it, `causal`, `window`, `lengths`, `padding`, `documents`, `prefix`
-and `dense` make masks, `Rotary`, `ALiBi`, `T5Bias` and `RelativeBias` are positions. `explain` says which kernel runs and
-why. True means *may attend*.
+`Attention` is the layer, `attention` the function under it. `causal`, `window`, `lengths`, `padding`, `documents`,
+`prefix` and `dense` make masks; `Rotary`, `ALiBi`, `T5Bias` and `RelativeBias` are positions. `explain` says which
+kernel runs and why. True means *may attend*.
 """
 
 from multihead.attention import KERNELS, KernelRefusal, attention, attention_weights

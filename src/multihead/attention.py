@@ -1,4 +1,4 @@
-"""The one door to attention: check everything, ask the kernels in order, run one, then what can be said over (out, lse).
+"""The one door to attention: check everything, ask the kernels in order, run one, then what is over (out, lse).
 
 `attention` computes, `attention_weights` gives the matrix to those who want to look at it, `choose` says which kernel
 is taken and why the others are not.
@@ -7,7 +7,7 @@ is taken and why the others are not.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,20 @@ from multihead.request import Request, make_request
 __all__ = ["KERNELS", "Choice", "KernelRefusal", "attention", "attention_weights", "choose"]
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None, *, bias: Tensor | Position | None = None,
+    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
+    q_positions: Tensor | None = None, k_positions: Tensor | None = None, kernel: str | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None, *, bias: Tensor | Position | None = None,
+    scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0,
+    q_positions: Tensor | None = None, k_positions: Tensor | None = None, kernel: str | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -44,7 +58,7 @@ def attention(
         q: queries (*batch, H, L, D). Any number of batch axes, none included.
         k: keys (*batch, K, S, D). H is a multiple of K; query head h reads key/value head h // (H // K).
         v: values (*batch, K, S, V).
-        mask: who may see whom, a mask (`causal()`, `window(left=255, right=0)`, `lengths(n)`, joined by & | ~) or a bool
+        mask: who may see whom: `causal()`, `window(left=255, right=0)`, `lengths(n)` ... joined by & | ~, or a bool
             tensor that broadcasts to (*batch, H, L, S). True = may attend. A query that sees nothing gives zeros.
         bias: added to the scores after the softcap: a tensor that broadcasts to (*batch, H, L, S), or a position that
             biases scores, such as `ALiBi(H)`.
@@ -67,14 +81,30 @@ def attention(
 
     Under autocast q, k and v are converted to its dtype, as torch's own attention does.
     """
-    device = q.device.type if isinstance(q, Tensor) else "cpu"  # pyright: ignore[reportUnnecessaryIsInstance]
+    options = (bias, scale, softcap, sinks, dropout, q_positions, k_positions, kernel, return_lse)
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
     if device != "meta" and torch.is_autocast_enabled(device):
         q, k, v = _autocast(q, k, v, device)
         with torch.autocast(device, enabled=False):
-            return attention(
-                q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, q_positions=q_positions,
-                k_positions=k_positions, kernel=kernel, return_lse=return_lse,
-            )  # fmt: skip
+            return _attend(q, k, v, mask, *options)
+    return _attend(q, k, v, mask, *options)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Tensor | Position | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    kernel: str | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     if return_lse is not True and return_lse is not False:
         raise bad_type("return_lse", "True or False", return_lse)
     needs_lse = return_lse or sinks is not None
@@ -87,12 +117,7 @@ def attention(
     out, lse = chosen.run(request)
     if sinks is not None:
         assert lse is not None
-        # The sink's logit joins the denominator: all weights shrink by exp(lse) / (exp(lse) + exp(sink)).
-        # Rows that see nothing have lse -inf; a finite one in its place gives the same, and no NaN gradient.
-        logits, blind = sinks.to(lse.dtype)[:, None].expand_as(lse), lse == -math.inf
-        lse = lse.masked_fill(blind, 0.0)
-        out = out * torch.sigmoid(lse - logits)[..., None].to(out.dtype)
-        lse = torch.where(blind, logits, torch.logaddexp(lse, logits))
+        out, lse = _with_sinks(out, lse, sinks)
     if q.ndim != 4:
         out = out.reshape(*q.shape[:-1], v.shape[-1])
         lse = lse if lse is None else lse.reshape(q.shape[:-1])
@@ -100,6 +125,15 @@ def attention(
         assert lse is not None
         return out, lse
     return out
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let the sinks' logits join the denominator: all weights shrink by exp(lse) / (exp(lse) + exp(sink))."""
+    # Rows that see nothing have lse -inf; a finite one in its place gives the same, and no NaN gradient.
+    logits, blind = sinks.to(lse.dtype)[:, None].expand_as(lse), lse == -math.inf
+    lse = lse.masked_fill(blind, 0.0)
+    out = out * torch.sigmoid(lse - logits)[..., None].to(out.dtype)
+    return out, torch.where(blind, logits, torch.logaddexp(lse, logits))
 
 
 def attention_weights(
@@ -125,15 +159,25 @@ def attention_weights(
     Raises:
         ValueError, TypeError: as `attention`.
     """
-    device = q.device.type if isinstance(q, Tensor) else "cpu"  # pyright: ignore[reportUnnecessaryIsInstance]
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
     if device != "meta" and torch.is_autocast_enabled(device):
-        q, k = _autocast(q, k, k, device)[:2]
-        with torch.autocast(device, enabled=False):
-            return attention_weights(
-                q, k, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, q_positions=q_positions,
-                k_positions=k_positions,
-            )  # fmt: skip
-    nothing = k.new_empty(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k  # pyright: ignore[reportUnnecessaryIsInstance]
+        q, k, _ = _autocast(q, k, k, device)
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
+        return _weights(q, k, mask, bias, scale, softcap, sinks, q_positions, k_positions)
+
+
+def _weights(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Tensor | Position | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> Tensor:
+    nothing = k.new_empty(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k
     request = make_request(
         q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
     )
@@ -244,7 +288,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, device: str) -> tuple[Tensor, Ten
     dtype = torch.get_autocast_dtype(device)
 
     def convert(tensor: Tensor) -> Tensor:
-        low = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64  # pyright: ignore[reportUnnecessaryIsInstance]
+        low = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if low else tensor
 
     return convert(q), convert(k), convert(v)

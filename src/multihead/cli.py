@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,7 +21,15 @@ except ModuleNotFoundError as missing:
     )
     raise SystemExit(2) from None
 
+import torch
+
 from multihead import __version__, demo
+from multihead.doctor import doctor
+from multihead.explain import explain
+from multihead.masks import causal as causal_mask
+from multihead.masks import window
+from multihead.positions import ALiBi, Position, T5Bias
+from multihead.rotary import Rotary
 
 # The base of all errors about how a command was called, which has no public name: it is click's, or typer's own copy.
 _CALL_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -31,7 +40,7 @@ class _Commands(TyperGroup):
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(*args, **{**extra, "standalone_mode": False})
         except _CALL_ERROR as error:
             context = getattr(error, "ctx", None)
             instead = f" See {context.command_path} --help." if context is not None else ""
@@ -61,7 +70,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def _whole(  # pyright: ignore[reportUnusedFunction]  (typer calls it)
+def _whole(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
 ) -> None:
@@ -100,7 +109,7 @@ _DEMO_EXAMPLES = "\n\n".join(
 
 
 @app.command("demo", help=_DEMO_HELP, epilog=_DEMO_EXAMPLES)
-def _demo(  # pyright: ignore[reportUnusedFunction]  (typer calls it)
+def _demo(
     text: Annotated[
         Path | None, typer.Option(help="A UTF-8 file to learn. By default Python's language reference.")
     ] = None,
@@ -134,6 +143,104 @@ def _demo(  # pyright: ignore[reportUnusedFunction]  (typer calls it)
     except (TypeError, ValueError) as error:
         _refuse(str(error))
     raise typer.Exit(demo.run(plan, Console()))
+
+
+_EXPLAIN_HELP = "\n\n".join(
+    (
+        "Tell which kernel an attention layer will take and why not the others, and its steps with their shapes.",
+        "Nothing is computed, so sizes may be as large as you like. [bold]can't[/]: the kernel has no way to do it. "
+        "[bold]not taken[/]: it could, and another is better.",
+    )
+)
+_EXPLAIN_EXAMPLES = "\n\n".join(
+    (
+        "Examples:",
+        "[bold]multihead explain --embed-dim 512 --heads 8 --length 4096 --causal[/] a language model's layer.",
+        "[bold]multihead explain --embed-dim 512 --heads 8 --kv-heads 2 --length 4096 --left 255 --causal --train[/] "
+        "grouped heads and a window of 256 tokens, while training.",
+    )
+)
+
+
+class _Position(str, Enum):
+    """The positions that `explain` knows by name."""
+
+    none = "none"
+    rotary = "rotary"
+    alibi = "alibi"
+    t5 = "t5"
+
+
+class _Dtype(str, Enum):
+    """The dtypes that `explain` knows by name."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
+
+
+@app.command("explain", help=_EXPLAIN_HELP, epilog=_EXPLAIN_EXAMPLES)
+def _explain(
+    embed_dim: Annotated[int, typer.Option(help="E, the model's width.")],
+    heads: Annotated[int, typer.Option(help="H, query heads.")],
+    kv_heads: Annotated[int | None, typer.Option(help="K, key/value heads. By default H.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="D, the width of a head. By default E / H.")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="V, the width of a head's values. By default D.")] = None,
+    batch: Annotated[int, typer.Option(help="B, sequences at once.")] = 1,
+    length: Annotated[int, typer.Option(help="L, tokens of a sequence.")] = 128,
+    source_length: Annotated[
+        int | None, typer.Option(help="S, tokens of a context. By default self-attention.")
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Tokens see themselves and those before.")] = False,
+    left: Annotated[int | None, typer.Option(help="A window: how many tokens before the own one are visible.")] = None,
+    right: Annotated[int | None, typer.Option(help="A window: how many tokens after the own one are visible.")] = None,
+    position: Annotated[_Position, typer.Option(help="How positions act.")] = _Position.none,
+    softcap: Annotated[float | None, typer.Option(help="Bound of the scores.")] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="A learned logit for each head that takes a share.")] = False,
+    dropout: Annotated[float, typer.Option(help="Of the weights, while training.")] = 0.0,
+    train: Annotated[bool, typer.Option("--train", help="Training: dropout acts, gradients are recorded.")] = False,
+    dtype: Annotated[_Dtype, typer.Option(help="Of the inputs.")] = _Dtype.float32,
+    device: Annotated[str, typer.Option(help="Where it would run: cpu, cuda ...")] = "cpu",
+) -> None:
+    try:
+        is_window = left is not None or right is not None
+        mask = window(left=left, right=0 if causal else right) if is_window else causal_mask() if causal else None
+        made: Position | None = None
+        if position is not _Position.none:
+            made = {"rotary": Rotary, "alibi": lambda: ALiBi(heads), "t5": lambda: T5Bias(heads)}[position.value]()
+        layer: dict[str, Any] = {
+            "embed_dim": embed_dim,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+        }
+        layer |= {"value_dim": value_dim, "softcap": softcap, "sinks": sinks, "dropout": dropout, "mask": mask}
+        found = explain(
+            layer | {"position": made},
+            batch=batch,
+            length=length,
+            source_length=source_length,
+            training=train,
+            dtype=getattr(torch, dtype.value),
+            device=device,
+        )
+    except (TypeError, ValueError) as error:
+        _refuse(str(error))
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not have
+        _refuse(f"--device: {device} can't be used: {str(error).splitlines()[0]}")
+    typer.echo(str(found))
+
+
+@app.command("doctor")
+def _doctor() -> None:
+    """Print versions, threads and devices, and run each kernel on a tiny input against the reference.
+
+    Exit code 1: a kernel gave wrong numbers here.
+    """
+    found = doctor()
+    typer.echo(str(found))
+    raise typer.Exit(0 if found.healthy else 1)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,6 @@
 `prepare` checks every option and reads the text, `train` learns, `sample` writes, and `run` shows it on a console.
 """
 
-# torch's own annotations of backward(), step() and manual_seed() are partial.
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import math
@@ -253,7 +250,7 @@ def _read(path: Path | None) -> str:
     """The text, with "\\n" for every kind of line end."""
     if path is None:
         try:
-            from pydoc_data.topics import topics  # pyright: ignore[reportMissingTypeStubs]  (some systems lack it)
+            from pydoc_data.topics import topics  # some systems lack it
         except ModuleNotFoundError:
             got = "none, and this Python comes without pydoc_data.topics"
             raise bad_value("--text", "a UTF-8 text file", got, "", "Name a file.") from None

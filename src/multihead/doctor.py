@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,9 @@ class Diagnosis:
         lines = [f"{name:<10} {fact}" for name, fact in self.facts.items()]
         marks = {True: "ok", False: "WRONG", None: "-"}
         lines += ["", "kernels, each run on a tiny input and held against the reference:"]
-        return "\n".join(lines + [f"  {kernel.name:<10} {marks[kernel.ok]:<6} {kernel.said}" for kernel in self.kernels])
+        return "\n".join(
+            lines + [f"  {kernel.name:<10} {marks[kernel.ok]:<6} {kernel.said}" for kernel in self.kernels]
+        )
 
 
 def doctor() -> Diagnosis:
@@ -51,7 +54,7 @@ def doctor() -> Diagnosis:
         "multihead": __version__,
         "torch": torch.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "threads": f"{torch.get_num_threads()} within an operation, {torch.get_num_interop_threads()} between operations",
+        "threads": f"{torch.get_num_threads()} in an operation, {torch.get_num_interop_threads()} between operations",
         "devices": ", ".join(devices),
     }
     return Diagnosis(facts, [_try(name) for name in KERNELS])
@@ -66,7 +69,9 @@ def _try(name: str) -> KernelHealth:
         for dtype in (torch.float32, torch.bfloat16):
             for mask in (causal(), causal() & documents(ids.to(device))):
                 generator = torch.Generator(device).manual_seed(0)
-                q, k, v = (torch.randn(1, h, 32, 16, generator=generator, device=device, dtype=dtype) for h in (4, 2, 2))
+                q, k, v = (
+                    torch.randn(1, h, 32, 16, generator=generator, device=device, dtype=dtype) for h in (4, 2, 2)
+                )
                 request = make_request(q, k, v, mask, None, None, None, 0.0, None, None, False, reference.attention)
                 reasons = KERNELS[name].refusals(request)
                 if not reasons:
@@ -77,11 +82,7 @@ def _try(name: str) -> KernelHealth:
 def _run(name: str, qkv: tuple[torch.Tensor, ...], mask: Mask) -> KernelHealth:
     where = f"{qkv[0].device.type}, {str(qkv[0].dtype).removeprefix('torch.')}"
     try:
-        ours, exact = [], []
-        for found, compute in ((ours, _by_kernel(name)), (exact, _by_reference)):
-            leaves = [t.detach().clone().requires_grad_() for t in qkv]
-            out = compute(leaves, mask)
-            found += [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+        ours, exact = (_answers(compute, qkv, mask) for compute in (_by_kernel(name), _by_reference))
         errors = [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(ours, exact, strict=True)]
     except Exception as error:  # whatever a kernel raises is what the user wants to read here
         return KernelHealth(name, False, f"{where}: {type(error).__name__}: {error}")
@@ -89,9 +90,16 @@ def _run(name: str, qkv: tuple[torch.Tensor, ...], mask: Mask) -> KernelHealth:
     return KernelHealth(name, max(errors) <= allowed, f"{where}: largest error {max(errors):.1e}, forward and backward")
 
 
-def _by_kernel(name: str):  # noqa: ANN202
-    return lambda leaves, mask: attention(*leaves, mask, kernel=name)
+def _answers(compute: Callable[..., torch.Tensor], qkv: tuple[torch.Tensor, ...], mask: Mask) -> list[torch.Tensor]:
+    """Output and gradients."""
+    leaves = [t.detach().clone().requires_grad_() for t in qkv]
+    out = compute(*leaves, mask)
+    return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
-def _by_reference(leaves: list[torch.Tensor], mask: Mask) -> torch.Tensor:
-    return reference.attention(*leaves, mask).out
+def _by_kernel(name: str) -> Callable[..., torch.Tensor]:
+    return lambda q, k, v, mask: attention(q, k, v, mask, kernel=name)
+
+
+def _by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    return reference.attention(q, k, v, mask).out

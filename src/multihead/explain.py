@@ -1,4 +1,4 @@
-"""`explain`: which kernel a layer will take and why not the others, and its steps with their shapes. Nothing is computed."""
+"""`explain`: which kernel a layer will take, why not the others, and its steps with their shapes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def explain(
 ) -> Explanation:
     """Which kernel a call of a layer will take, which others were refused and why, and the steps with their shapes.
 
-    It asks the same kernels in the same way as the call itself, and computes nothing: sizes may be as large as you like.
+    It asks the same kernels in the same way as the call itself, and computes nothing: sizes may be of any size.
 
     Args:
         subject: a layer, or the arguments of one: `{"embed_dim": 512, "num_heads": 8, "num_kv_heads": 2}`.
@@ -101,7 +101,7 @@ def _layer(subject: object) -> Attention:
     if isinstance(subject, Attention):
         return subject
     if isinstance(subject, Mapping):
-        given: dict[str, Any] = {str(name): value for name, value in subject.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        given: dict[str, Any] = {str(name): value for name, value in subject.items()}
         missing = [name for name in ("embed_dim", "num_heads") if name not in given]
         if missing:
             raise bad_value("subject", "at least embed_dim and num_heads", f"no {' and no '.join(missing)}")
@@ -128,6 +128,7 @@ def _request(
         q, k, v = hollow.expand(B, H, L, D), hollow.expand(B, K, S, D), hollow.expand(B, K, S, V)
         query = hollow.expand(B, L, layer.embed_dim)
         own = layer.position if layer.position is not None and layer.position.biases else None
+        joined: Tensor | Position | None
         if isinstance(own, nn.Module) or (own is not None and bias is not None):
             whole, joined = layer.joined(mask, None, query, query, None, None)[0], hollow.expand(H, L, S)
         else:
@@ -135,14 +136,16 @@ def _request(
         dropout = layer.dropout if training else 0.0
         needs_lse = layer.sinks is not None
         return make_request(
-            q, k, v, None if whole is None else whole.to(device), joined, layer.scale, layer.softcap, dropout, None, None,
-            needs_lse, reference.attention,
+            q, k, v, None if whole is None else whole.to(device), joined, layer.scale, layer.softcap, dropout,
+            None, None, needs_lse, reference.attention,
         )  # fmt: skip
 
 
 def _learned_tables(layer: Attention, L: int, S: int) -> list[str]:
     if isinstance(layer.position, nn.Module) and layer.position.biases:
-        return [f"a bias of {layer.num_heads} x {L} x {S}: the table of {type(layer.position).__name__} gets a gradient"]
+        return [
+            f"a bias of {layer.num_heads} x {L} x {S}: the table of {type(layer.position).__name__} gets a gradient"
+        ]
     return []
 
 

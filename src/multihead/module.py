@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from multihead.attention import attention, attention_weights
 from multihead.errors import bad_type, bad_value, check_probability, check_size, describe, is_number
 from multihead.masks import Mask, as_mask
 from multihead.plane import Plane, default_positions
 from multihead.positions import Position
+from multihead.projections import Projections
 from multihead.request import check_scores
 
 Positions = Tensor | tuple[Tensor, Tensor]
 
 
-class Attention(nn.Module):
+class Attention(Projections):
     """Multi-head attention, batch first. Gives a tensor; weights only when asked for.
 
         attn(x)              self-attention
@@ -44,7 +42,7 @@ class Attention(nn.Module):
         out_bias: whether the output projection has one; by default as `bias`.
         packed: one projection for q, k and v (`qkv_proj`), or `q_proj` and one for k and v (`kv_proj`) when only kdim =
             vdim; False: `q_proj`, `k_proj`, `v_proj`. By default packed where widths allow it.
-        position: a `Position`: `Rotary()` acts on q and k, `ALiBi(H)`, `T5Bias(H)`, `RelativeBias(H, 128)` on the scores.
+        position: a `Position`: `Rotary()` acts on q and k; `ALiBi(H)`, `T5Bias(H)`, `RelativeBias(H, 128)` on scores.
         qk_norm: RMS-normalise each head's q and k before the position, with a learned gain (Dehghani et al. 2023).
         gate: multiply the heads' output by sigmoid(gate_proj(x)), element by element (Qiu et al. 2025).
         sinks: a learned logit for each head that takes a share of the softmax, from 0.0 on.
@@ -101,7 +99,7 @@ class Attention(nn.Module):
         self.mask = None if mask is None else as_mask(mask)
         self.dropout = check_probability("dropout", dropout)
         check_probability("out_dropout", out_dropout)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise bad_type("dtype", "a floating point dtype such as torch.float32, or None", str(dtype))
         if packed and self.kdim != self.vdim:
             otherwise = "One projection would need one width for the inputs of k and v."
@@ -109,8 +107,7 @@ class Attention(nn.Module):
             raise bad_value("packed", "kdim = vdim where it is True", got, otherwise, "Leave packed out.")
 
         make: dict[str, Any] = {"device": device, "dtype": dtype}
-        for name, parts in _layout(self._inputs, packed is not False):
-            self.add_module(name, nn.Linear(self._inputs[parts[0]], self._width(parts), bias, **make))
+        self.make_projections(packed is not False, bias, **make)
         heads_width = num_heads * self.value_dim
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **make) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **make) if qk_norm else None
@@ -122,17 +119,22 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew: matrices Xavier-uniform, each of q, k, v for itself (so that packed and split layouts
-        have one law, and with one seed the same numbers), biases and sinks 0, norms 1, a learned position by its own."""
-        for projection, rows in self._parts().values():
+        """Draw all parameters anew.
+
+        Matrices are Xavier-uniform, each of q, k, v for itself, so that packed and split layouts have one law, and with
+        one seed the same numbers; biases and sinks 0, norms 1, a learned position by its own law.
+        """
+        for projection, rows in self.rows_by_part().values():
             nn.init.xavier_uniform_(projection.weight[rows])
         for projection in filter(None, (self.gate_proj, self.out_proj)):
             nn.init.xavier_uniform_(projection.weight)
         for module in self.children():
-            if isinstance(module, nn.Linear) and module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.RMSNorm) or (isinstance(module, Position) and hasattr(module, "reset_parameters")):
-                module.reset_parameters()
+            elif isinstance(module, nn.RMSNorm | Position):
+                reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
+                if reset is not None:
+                    reset()
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -172,11 +174,13 @@ class Attention(nn.Module):
         q_positions, k_positions = _split_positions(positions, key is query)
         mask, bias = self.joined(mask, bias, query, key, q_positions, k_positions)
 
-        q, k, v = self._project(query, key, value)  # (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V)
+        q, k, v = self.project(query, key, value)  # (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
         if self.position is not None and self.position.rotates:
-            q, k = self.position.rotate(q, k, *default_positions(q.shape[-2], k.shape[-2], q_positions, k_positions, q.device))
+            q, k = self.position.rotate(
+                q, k, *default_positions(q.shape[-2], k.shape[-2], q_positions, k_positions, q.device)
+            )
 
         scores: dict[str, Any] = {
             "bias": bias, "scale": self.scale, "softcap": self.softcap, "sinks": self.sinks,
@@ -189,32 +193,15 @@ class Attention(nn.Module):
         out = self.out_dropout(self.out_proj(out))  # (*batch, L, out_dim)
         return (out, attention_weights(q, k, mask, **scores)) if weights else out
 
-    def split_projections(self) -> Attention:
-        """Give q, k and v a projection each (`q_proj`, `k_proj`, `v_proj`), in place, with the same numbers.
-
-        The new parameters are other objects: make an optimizer afterwards. Returns the module itself.
-
-        Raises:
-            ValueError: a projection has been replaced, wrapped or hooked, which the new ones would lose.
-        """
-        return self._rebuild(packed=False)
-
-    def pack_projections(self) -> Attention:
-        """Join the projections of inputs of one width (`qkv_proj`, or `q_proj` and `kv_proj`), in place, with the same
-        numbers. The opposite of `split_projections`, with the same conditions.
-
-        Raises:
-            ValueError: as there, or kdim is not vdim, or only some of the projections have a bias.
-        """
-        if self.kdim != self.vdim:
-            otherwise = "One projection would need one width for the inputs of k and v."
-            raise bad_value("pack_projections()", "kdim = vdim", f"kdim={self.kdim}, vdim={self.vdim}", otherwise)
-        return self._rebuild(packed=True)
-
     def extra_repr(self) -> str:
         """The configuration, as the constructor takes it."""
         told = [f"{self.embed_dim}, {self.num_heads}", f"num_kv_heads={self.num_kv_heads}", f"head_dim={self.head_dim}"]
-        usual = {"value_dim": self.head_dim, "kdim": self.embed_dim, "vdim": self.embed_dim, "out_dim": self.embed_dim}
+        usual: dict[str, object] = {
+            "value_dim": self.head_dim,
+            "kdim": self.embed_dim,
+            "vdim": self.embed_dim,
+            "out_dim": self.embed_dim,
+        }
         usual |= {"softcap": None, "scale": None, "mask": None, "dropout": 0.0}
         told += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
         told += ["sinks=True"] if self.sinks is not None else []
@@ -227,102 +214,20 @@ class Attention(nn.Module):
             self.mask = self.mask.to(fn(torch.empty(0)).device)
         return self
 
-    # How the projections are laid out -------------------------------------------------------------------------------
-
-    @property
-    def _inputs(self) -> dict[str, int]:
-        return {"q": self.embed_dim, "k": self.kdim, "v": self.vdim}
-
-    def _width(self, parts: str) -> int:
-        one = {"q": self.num_heads * self.head_dim, "k": self.num_kv_heads * self.head_dim}
-        one["v"] = self.num_kv_heads * self.value_dim
-        return sum(one[part] for part in parts)
-
-    def _layers(self) -> Iterator[tuple[str, str]]:
-        """The projections that are there, by name, with the parts they make: ("qkv_proj", "qkv")."""
-        for parts in ("qkv", "q", "kv", "k", "v"):
-            if f"{parts}_proj" in self._modules:
-                yield f"{parts}_proj", parts
-
-    def _parts(self) -> dict[str, tuple[Any, slice]]:
-        """For each of q, k, v: the projection that makes it, and its rows in there."""
-        found: dict[str, tuple[Any, slice]] = {}
-        for name, parts in self._layers():
-            for i, part in enumerate(parts):
-                start = self._width(parts[:i])
-                found[part] = self._modules[name], slice(start, start + self._width(part))
-        return found
-
-    def products(self, query: object, key: object, value: object) -> Iterator[tuple[str, str, slice, int]]:
-        """The products that project three sources: (projection's name, the parts it makes of "qkv", their rows, all rows).
-
-        Parts that share a projection and a source (the same object) are one product.
-        """
-        sources = {"q": query, "k": key, "v": value}
-        for name, parts in self._layers():
-            start = 0
-            for _, group in groupby(parts, key=lambda part: id(sources[part])):
-                same = "".join(group)
-                rows = slice(start, start + self._width(same))
-                yield name, same, rows, self._width(parts)
-                start = rows.stop
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k, v by head."""
-        sources, found = {"q": query, "k": key, "v": value}, {}
-        for name, parts, rows, whole in self.products(query, key, value):
-            product = _some_rows(self._modules[name], sources[parts[0]], rows, whole)
-            found |= zip(parts, product.split([self._width(part) for part in parts], -1), strict=True)
-        K, D, V = self.num_kv_heads, self.head_dim, self.value_dim
-        heads = {"q": (self.num_heads, D), "k": (K, D), "v": (K, V)}
-        return [found[part].unflatten(-1, heads[part]).transpose(-2, -3) for part in "qkv"]
-
-    def _rebuild(self, packed: bool) -> Attention:
-        own = self._parts()
-        if [name for name, _ in self._layers()] == [name for name, _ in _layout(self._inputs, packed)]:
-            return self
-        for name, _ in self._layers():
-            projection = self._modules[name]
-            if not _is_plain(projection):
-                instead = "Change the layout first, then wrap, replace or hook the projections."
-                raise bad_value(name, "a plain nn.Linear", describe(projection), "Its extras would be lost.", instead)
-        for what, flags in (
-            ("with a bias", {projection.bias is not None for projection, _ in own.values()}),
-            ("with requires_grad of the weight", {projection.weight.requires_grad for projection, _ in own.values()}),
-            ("with requires_grad of the bias", {p.bias is not None and p.bias.requires_grad for p, _ in own.values()}),
-        ):
-            if len(flags) > 1:
-                raise bad_value("projections", f"all {what}, or none", "some of both", "Joined they would be alike.")
-        for name, _ in list(self._layers()):
-            del self._modules[name]
-        with torch.no_grad():
-            for name, parts in _layout(self._inputs, packed):
-                weight = torch.cat([own[part][0].weight[own[part][1]] for part in parts])
-                has_bias = own[parts[0]][0].bias is not None
-                joined = nn.Linear(weight.shape[1], weight.shape[0], has_bias, weight.device, weight.dtype)
-                joined.weight.copy_(weight)
-                if has_bias:
-                    joined.bias.copy_(torch.cat([own[part][0].bias[own[part][1]] for part in parts]))
-                    joined.bias.requires_grad_(own[parts[0]][0].bias.requires_grad)
-                joined.weight.requires_grad_(own[parts[0]][0].weight.requires_grad)
-                joined.train(self.training)
-                self.add_module(name, joined)
-        return self
-
-    # What a call is checked for -------------------------------------------------------------------------------------
-
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         if key is None and value is not None:
             raise bad_value("key", "given where value is", None, "Values without keys can't be found.")
         key = query if key is None else key
         value = key if value is None else value
-        projection = self._modules[next(self._layers())[0]]
+        projection = self._modules[next(self.layers())[0]]
         like = projection.weight if isinstance(projection, nn.Linear) else query
         for name, tensor, axis, letter, width in (
-            ("query", query, "L", "E", self.embed_dim), ("key", key, "S", "kdim", self.kdim), ("value", value, "S", "vdim", self.vdim),
+            ("query", query, "L", "E", self.embed_dim),
+            ("key", key, "S", "kdim", self.kdim),
+            ("value", value, "S", "vdim", self.vdim),
         ):  # fmt: skip
             form = f"(*batch, {axis}, {letter}={width})"
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(tensor, Tensor):
                 raise bad_type(name, f"a tensor {form}", tensor)
             if tensor.ndim < 2 or tensor.shape[-1] != width:
                 raise bad_value(name, f"the shape {form}", describe(tensor))
@@ -351,7 +256,7 @@ class Attention(nn.Module):
         """The layer's own mask and bias together with the call's, checked before anything is computed."""
         L, S = query.shape[-2], key.shape[-2]
         plane = Plane(tuple(query.shape[:-2]), self.num_heads, L, S, query.device)
-        names = ("positions",) * 2 if key is query else ("positions[0]", "positions[1]")
+        names = ("positions", "positions") if key is query else ("positions[0]", "positions[1]")
         whole = check_scores(plane, self.head_dim, mask, bias, q_positions, k_positions, names)
         if self.mask is not None:
             self.mask.check(plane)
@@ -365,39 +270,9 @@ class Attention(nn.Module):
         return whole, both[0] if both[1] is None else both[1] if both[0] is None else both[0] + both[1]
 
 
-def _layout(inputs: dict[str, int], packed: bool) -> list[tuple[str, str]]:
-    """The projections' names and parts: parts whose inputs have one width are joined where asked."""
-    if packed and inputs["q"] == inputs["k"] == inputs["v"]:
-        return [("qkv_proj", "qkv")]
-    if packed and inputs["k"] == inputs["v"]:
-        return [("q_proj", "q"), ("kv_proj", "kv")]
-    return [("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")]
-
-
-def _some_rows(projection: Any, x: Tensor, rows: slice, whole: int) -> Tensor:
-    """Some outputs of a projection. What anybody could notice, such as a hook or an adapter, sees it called as a whole."""
-    if rows == slice(0, whole):
-        return projection(x)
-    if _is_plain(projection):
-        return F.linear(x, projection.weight[rows], None if projection.bias is None else projection.bias[rows])
-    return projection(x)[..., rows]
-
-
-def _is_plain(projection: Any) -> bool:
-    """Whether it is an nn.Linear and nothing else: no subclass, parametrisation, hook, or forward of its own."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks, nn_module._global_backward_hooks)  # pyright: ignore[reportPrivateUsage]
-    return (
-        type(projection) is nn.Linear
-        and "forward" not in projection.__dict__
-        and not any(getattr(projection, name) for name in hooks)
-        and not any(everywhere)
-    )
-
-
 def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """The norm in the dtype of its gain, which autocast leaves alone: it has no fused operation for a mixture."""
-    return norm(x) if norm.weight is None or norm.weight.dtype == x.dtype else norm(x.to(norm.weight.dtype)).to(x.dtype)  # pyright: ignore[reportUnnecessaryComparison]
+    return norm(x) if norm.weight is None or norm.weight.dtype == x.dtype else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def _split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -406,7 +281,9 @@ def _split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, T
     if isinstance(positions, Tensor):
         if not is_self:
             otherwise = "Queries and keys have places of their own."
-            raise bad_value("positions", "a pair (q_positions, k_positions) for two sources", describe(positions), otherwise)
+            raise bad_value(
+                "positions", "a pair (q_positions, k_positions) for two sources", describe(positions), otherwise
+            )
         return positions, positions
     pair: Any = positions
     if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(item, Tensor) for item in pair):
@@ -420,7 +297,9 @@ def _check_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
     if num_heads % check_size("num_kv_heads", num_kv_heads):
         choices = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         otherwise = "Query heads could not be shared evenly among the key/value heads."
-        raise bad_value("num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads, otherwise, f"Choose of {choices}.")
+        raise bad_value(
+            "num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads, otherwise, f"Choose of {choices}."
+        )
     return num_kv_heads
 
 

@@ -150,9 +150,7 @@ class Tile:
 class Blocks:
     """The plane cut into nQ x nK blocks of `q_size` x `k_size`; the last of each side may be smaller."""
 
-    def __init__(
-        self, L: int, S: int, q_positions: Tensor, k_positions: Tensor, q_size: int, k_size: int
-    ) -> None:
+    def __init__(self, L: int, S: int, q_positions: Tensor, k_positions: Tensor, q_size: int, k_size: int) -> None:
         self.L, self.S = L, S
         self.q_positions, self.k_positions = _wide(q_positions), _wide(k_positions)
         self.q_size, self.k_size = q_size, k_size

@@ -60,10 +60,13 @@ class Position:
     def check(self, num_heads: int, head_dim: int, argument: str = "position") -> None:
         """Raises if this does not fit a layer of H=`num_heads` query heads of head dim D=`head_dim`.
 
+        `argument` is the caller's name of it.
+
         Raises:
             ValueError: it does not fit.
             TypeError: a size is not an int.
         """
+        del argument
         check_size("num_heads", num_heads)
         check_size("head_dim", head_dim)
 
@@ -276,7 +279,7 @@ def t5_bucket(relative: Tensor, num_buckets: int = 32, max_distance: int = 128, 
 
 def _check_whole(argument: str, positions: Tensor) -> Tensor:
     """`positions` back, if integer: a table has a row for each whole distance and nothing between two rows."""
-    if not isinstance(positions, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers need not use types)
+    if not isinstance(positions, Tensor):
         raise bad_type(argument, "an integer tensor", positions)
     if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
         otherwise = "A table has a row for each whole distance and nothing between two rows."

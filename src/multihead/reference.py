@@ -85,7 +85,9 @@ def attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + (bias.to(wide) if isinstance(bias, Tensor) else _bias_of(bias, q_positions, k_positions, wide))
+        scores = scores + (
+            bias.to(wide) if isinstance(bias, Tensor) else _bias_of(bias, q_positions, k_positions, wide)
+        )
     scores = torch.where(visible, scores, -math.inf)
 
     # A row that sees nothing has the softmax of an empty set. Its scores are replaced before the logsumexp, whose

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import bad_type, bad_value, check_probability, describe, is_number
-from multihead.masks import Bounds, Mask, as_mask
+from multihead.mask_kinds import Bounds, Mask, as_mask
 from multihead.plane import Blocks, Plane, Tile, default_positions
 from multihead.positions import Position
 
@@ -28,8 +28,8 @@ class Request:
         needs_lse: whether the answer must contain lse.
         needs_grad: whether the call is being recorded by autograd.
         sizes: (B, H, K, L, S, D, V).
-        definition: the reference, as a function. Kernels may not import it (the tests hold them against it), and turn to
-            it for second derivatives.
+        definition: the reference, as a function. Kernels may not import it (the tests hold them against it), and turn
+            to it for second derivatives.
     """
 
     __slots__ = (
@@ -85,7 +85,8 @@ class Request:
         if given_q is None or given_k is None:
             self._positions = default_positions(self.sizes.L, self.sizes.S, given_q, given_k, self.q.device)
         q_positions, k_positions = self._positions
-        assert q_positions is not None and k_positions is not None
+        assert q_positions is not None
+        assert k_positions is not None
         return q_positions, k_positions
 
     def visible(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor | None:
@@ -191,8 +192,12 @@ def make_request(
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Size, torch.Size]:
-    for name, form, tensor in (("q", "(*batch, H, L, D)", q), ("k", "(*batch, K, S, D)", k), ("v", "(*batch, K, S, V)", v)):
-        if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+    for name, form, tensor in (
+        ("q", "(*batch, H, L, D)", q),
+        ("k", "(*batch, K, S, D)", k),
+        ("v", "(*batch, K, S, V)", v),
+    ):
+        if not isinstance(tensor, Tensor):
             raise bad_type(name, f"a tensor {form}", tensor)
         if not tensor.is_floating_point():
             instead = "Embed tokens first." if not tensor.is_complex() else ""
@@ -204,22 +209,23 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Si
     if k.dtype != q.dtype or v.dtype != q.dtype:
         got = f"q {q.dtype}, k {k.dtype}, v {v.dtype}"
         raise bad_type("q, k, v", "one dtype", got, "", "Convert them with .to(q.dtype).")
-    if k.device != q.device or v.device != q.device:
-        got = f"q on {q.device}, k on {k.device}, v on {v.device}"
+    device = q.device
+    if k.device != device or v.device != device:
+        got = f"q on {device}, k on {k.device}, v on {v.device}"
         raise bad_value("q, k, v", "one device", got, "", "Move them with .to(q.device).")
-    if k_shape[:-3] != q_shape[:-3] or v_shape[:-3] != q_shape[:-3]:
+    batch = q_shape[:-3]
+    if k_shape[:-3] != batch or v_shape[:-3] != batch:
         got = f"{tuple(q_shape)}, {tuple(k_shape)}, {tuple(v_shape)}"
         instead = "To share keys over a batch expand them first: k.expand(B, -1, -1, -1) makes no copy."
         raise bad_value("q, k, v", "the same batch axes, (*batch, H, L, D), (*batch, K, S, D)", got, "", instead)
-    if k_shape[-3:-1] != v_shape[-3:-1]:
-        otherwise = "Each key has one value."
-        raise bad_value("v", f"(*batch, K, S, V) with K={k_shape[-3]}, S={k_shape[-2]}", describe(v), otherwise)
-    if q_shape[-1] != k_shape[-1]:
+    (H, _, D), (K, S, k_width), (v_heads, v_length, _) = q_shape[-3:], k_shape[-3:], v_shape[-3:]
+    if v_heads != K or v_length != S:
+        raise bad_value("v", f"(*batch, K, S, V) with K={K}, S={S}", describe(v), "Each key has one value.")
+    if k_width != D:
         otherwise = "Scores are dot products of a query with a key."
-        raise bad_value("k", f"(*batch, K, S, D) with D={q_shape[-1]} as in q", describe(k), otherwise)
-    if q_shape[-1] == 0:
+        raise bad_value("k", f"(*batch, K, S, D) with D={D} as in q", describe(k), otherwise)
+    if D == 0:
         raise bad_value("q", "(*batch, H, L, D) with D of at least 1", describe(q))
-    H, K = q_shape[-3], k_shape[-3]
     if H != K and (K == 0 or H % K):
         otherwise = "Query heads could not be shared evenly among the key/value heads."
         instead = "Layout is (*batch, heads, length, width): is an axis transposed?"
@@ -236,7 +242,10 @@ def check_scores(
     k_positions: Tensor | None,
     names: tuple[str, str] = ("q_positions", "k_positions"),
 ) -> Mask | None:
-    """Whether what acts on the scores fits their plane; `names` are the caller's for the positions. Gives the mask as a value.
+    """Whether what acts on the scores fits their plane. `names` are the caller's for the positions.
+
+    Returns:
+        The mask as a value.
 
     Raises:
         ValueError, TypeError: something does not fit.

@@ -273,7 +273,7 @@ class Rotary(Position):
         if self.rotary_dim is not None:
             _check_pairs("rotary_dim", self.rotary_dim)
         _check_number("base", self.base, above=1.0)
-        if not isinstance(self.scaling, Scaling | None):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers need not use types)
+        if not isinstance(self.scaling, Scaling | None):
             expected = "None or a scaling such as LinearScaling(factor=4.0)"
             raise bad_type("scaling", expected, self.scaling)
 
@@ -294,7 +294,7 @@ class Rotary(Position):
         return frequencies if self.scaling is None else self.scaling.scale(frequencies, float(self.base))
 
     def check(self, num_heads: int, head_dim: int, argument: str = "position") -> None:
-        super().check(num_heads, head_dim)
+        super().check(num_heads, head_dim, argument)
         self._turning(head_dim)
 
     def rotate(self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,9 @@ def _plan(request: Request, tile_bytes: int | None) -> Iterator[Step]:
         some = every = [[[True] * -(-S // _KEYS)] * -(-L // _QUERIES)]
     else:
         some, every = bounds.some.tolist(), bounds.every.tolist()
-    groups = [slice(0, B)] if len(some) == 1 else [slice(b, b + 1) for b in range(B)]  # rows of the batch that see alike
+    groups = (
+        [slice(0, B)] if len(some) == 1 else [slice(b, b + 1) for b in range(B)]
+    )  # rows of the batch that see alike
     number = 0
     for batch, some_of, every_of in zip(groups, some, every, strict=True):
         for block, (seen, whole) in enumerate(zip(some_of, every_of, strict=True)):
@@ -122,7 +124,7 @@ def _places(columns: list[slice], asked: list[slice]) -> list[tuple[slice, slice
 
 
 def _parts(batch: slice, K: int, at_once: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (rows of the batch) x (key/value heads) into parts of at most `at_once`: whole rows if they fit, else heads."""
+    """Cut rows of the batch x key/value heads into parts of at most `at_once`: whole rows if they fit, else heads."""
     rows, heads = max(1, at_once // K), min(K, at_once)
     for b in range(batch.start, batch.stop, rows):
         for h in range(0, K, heads):
@@ -142,7 +144,7 @@ class _Blocks(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         q, k, v, bias, out, lse = ctx.saved_tensors
         job: _Job = ctx.job
         if torch.is_grad_enabled():

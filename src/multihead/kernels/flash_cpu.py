@@ -2,8 +2,8 @@
 
 What is known about the operation (measured in docs/performance.md, and held by the tests):
 
-- it takes 4-D tensors of float32 or float64 with V = D, key/value heads unexpanded, an additive mask that broadcasts, and
-  has no dropout of its own; float16 and bfloat16 are slower than converting to float32, most of all with one query;
+- it takes 4-D tensors of float32 or float64 with V = D, key/value heads unexpanded, and an additive mask that
+  broadcasts; float16 and bfloat16 are slower than converting to float32, most of all with one query;
 - it reads the last axis as if its stride were 1, and gives wrong numbers otherwise;
 - its causal flag is top-left aligned;
 - a row that sees nothing gets output 0, and lse 0 where -inf would be right;
@@ -30,13 +30,17 @@ def refusals(request: Request) -> list[str]:
     if request.dropout:
         reasons.append("dropout: on the CPU the fused operation has none, and would make an L x S tensor")
     if request.sizes.V != request.sizes.D:
-        reasons.append(f"V={request.sizes.V} is not D={request.sizes.D}: on the CPU the fused operation needs them equal")
+        reasons.append(
+            f"V={request.sizes.V} is not D={request.sizes.D}: on the CPU the fused operation needs them equal"
+        )
     if isinstance(request.bias, Tensor) and request.bias.requires_grad and torch.is_grad_enabled():
         reasons.append("the bias needs a gradient: the fused operation gives none")
     return reasons
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """out (B,H,L,V) and lse (B,H,L), with lse 0 in rows where `added` hides everything."""
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     return _forward_op(q, k, v, 0.0, is_causal, attn_mask=None if added is None else _dense_rows(added), scale=scale)
@@ -60,7 +64,7 @@ def backward(
     if grad_lse is None:
         return _backward_op(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
     # d lse / d scores is the weights themselves, and the operation computes weights * (grad_out v^T - delta). One more
-    # column, 0 in q, k and v, 1 in grad_out and -grad_lse in out, makes delta - grad_lse of delta and changes nothing else.
+    # column, 0 in q, k and v, 1 in grad_out and -grad_lse in out, makes delta - grad_lse of delta and nothing else.
     q, k, v = (F.pad(t, (0, 1)) for t in (q, k, v))
     grad_out = F.pad(grad_out, (0, 1), value=1.0)
     out = torch.cat([out, -grad_lse.to(out.dtype)[..., None]], -1)

@@ -31,7 +31,9 @@ def refusals(request: Request) -> list[str]:
     if request.q.dtype == torch.float64:
         reasons.append("float64: FlexAttention computes in float32")
     if 0 in (B, H, L, S, V) or D < 16 or V < 16:
-        reasons.append(f"sizes: FlexAttention needs D, V of at least 16 and no empty axis, got D={D}, V={V}, L={L}, S={S}")
+        reasons.append(
+            f"sizes: FlexAttention needs D, V of at least 16 and no empty axis, got D={D}, V={V}, L={L}, S={S}"
+        )
     return reasons
 
 

@@ -69,14 +69,14 @@ def tables(request: Request) -> list[str]:
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (B,H,L,V), lse (B,H,L) or None)."""
     q, k, v = request.q, request.k, request.v
-    B, H, K, L, S, D, _ = request.sizes
+    B, H, K, L, _, D, _ = request.sizes
     on_cpu = q.device.type == "cpu"
     dtype = q.dtype
     if on_cpu and dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
 
     is_causal, added, blind = _is_square_causal(request), None, None
-    if not is_causal:
+    if not is_causal and (request.mask is not None or request.bias is not None):
         added, seen, blind = _additive_mask(request, q.dtype)
         if seen is not None:  # zeros in place of keys nobody sees: NaN in padding must not come back as 0 * NaN
             k, v = k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
@@ -109,7 +109,7 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
 def _is_square_causal(request: Request) -> bool:
     """Whether the operation's own causal flag says the same as the mask. It is top-left aligned, hence L = S, and hides
     before it scales, hence no negative scale."""
-    if request.mask != _CAUSAL or request.bias is not None or not request.has_default_positions:
+    if request.mask is None or request.mask != _CAUSAL or request.bias is not None or not request.has_default_positions:
         return False
     return request.sizes.L == request.sizes.S and request.scale > 0
 
@@ -163,7 +163,7 @@ class _Fused(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         q, k, v, added, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
 

@@ -1,8 +1,8 @@
 """What `blocks` computes in one tile: some heads, a block of queries, the keys it can see.
 
-There are two ways to do it, with one meaning. `FusedTiles` hands the tile to PyTorch's fused CPU operation. `PlainTiles`
-writes it out in plain PyTorch, for what that operation has no place for: softcap, dropout, V != D, a gradient to the
-bias, other devices. With P the weights, S the scores and delta = rowsum(dO * O), the gradients are
+There are two ways to do it, with one meaning. `FusedTiles` hands the tile to PyTorch's fused CPU operation.
+`PlainTiles` writes it out in plain PyTorch, for what that operation has no place for: softcap, dropout, V != D, a
+gradient to the bias, other devices. With P the weights, S the scores and delta = rowsum(dO * O), the gradients are
 
     dV = P^T dO      dS = P * (dO V^T - delta + grad_lse)      dQ = scale dS K      dK = scale dS^T Q
 
@@ -59,8 +59,8 @@ class _Gathered(NamedTuple):
 class Tiles(ABC):
     """The tensors of a request in float32 or better, and how a tile of them is computed.
 
-    `careful` replaces keys and values that no query of a tile may see by zeros, so that NaN or inf in them can't come back
-    as 0 * NaN. It costs a copy, so it is only asked for after something came out that is not finite.
+    `careful` replaces keys and values that no query of a tile may see by zeros, so that NaN or inf in them can't come
+    back as 0 * NaN. It costs a copy, so it is only asked for after something came out that is not finite.
     """
 
     def __init__(self, request: Request, seed: int | None, careful: bool) -> None:
@@ -131,7 +131,16 @@ class FusedTiles(Tiles):
         q, k, v, added = self._operands(step)
         d_lse = None if grad_lse is None else grad_lse.flatten(1, 2)
         d_q, d_k, d_v = flash_cpu.backward(
-            grad_out.flatten(1, 2), d_lse, q, k, v, out.flatten(1, 2), lse.flatten(1, 2), added, False, self.request.scale
+            grad_out.flatten(1, 2),
+            d_lse,
+            q,
+            k,
+            v,
+            out.flatten(1, 2),
+            lse.flatten(1, 2),
+            added,
+            False,
+            self.request.scale,
         )
         return Gradients(self.by_group(d_q), d_k, d_v, None)
 

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.autograd import transform_refusals
-from multihead.masks import packed_documents
+from multihead.mask_kinds import packed_documents
 from multihead.request import Request
 
 NAME = "varlen"
 
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen as torch_varlen
 except ImportError:  # torch built without it
-    varlen_attn = None
+    torch_varlen = None  # type: ignore[assignment]
 
 
 def refusals(request: Request) -> list[str]:
     """Why this kernel can't run the request; empty: it can."""
     reasons = transform_refusals(request)
     B, _, _, L, S, D, V = request.sizes
-    if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
+    if torch_varlen is None or "window_size" not in inspect.signature(torch_varlen.varlen_attn).parameters:
         reasons.append(f"torch {torch.__version__} has no varlen_attn with window_size")
     if request.q.device.type != "cuda":
         reasons.append(f"{request.q.device.type}: it exists for CUDA only")
@@ -57,13 +57,13 @@ def tables(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is ask
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (1,H,L,V), None)."""
     packed = packed_documents(request.mask)
-    assert packed is not None and varlen_attn is not None
+    assert packed is not None
     ids, is_causal = packed
     _, counts = torch.unique_consecutive(ids, return_counts=True)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     longest = int(counts.max())
     q, k, v = (t[0].transpose(0, 1) for t in (request.q, request.k, request.v))  # (1, H, T, D) -> (T, H, D)
-    out = varlen_attn(
+    out = torch_varlen.varlen_attn(
         q,
         k,
         v,
