@@ -107,7 +107,10 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     if return_lse is not True and return_lse is not False:
         raise bad_type("return_lse", "True or False", return_lse)
-    needs_lse = return_lse or sinks is not None
+    needs_lse, dtype = return_lse or sinks is not None, q.dtype if isinstance(q, Tensor) else None
+    if sinks is not None and dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu":
+        # The kernels compute in float32 there. So does the product with the sinks' share, for one rounding in all.
+        q, k, v = _in_float32(q, k, v, dtype)
     request = make_request(
         q, k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, reference.attention
     )
@@ -118,6 +121,7 @@ def _attend(
     if sinks is not None:
         assert lse is not None
         out, lse = _with_sinks(out, lse, sinks)
+    out = out if out.dtype == dtype else out.to(dtype)
     if q.ndim != 4:
         out = out.reshape(*q.shape[:-1], v.shape[-1])
         lse = lse if lse is None else lse.reshape(q.shape[:-1])
@@ -125,6 +129,12 @@ def _attend(
         assert lse is not None
         return out, lse
     return out
+
+
+def _in_float32(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v converted, unless they are not all of `dtype`: then they stay, for the check to find."""
+    alike = all(isinstance(t, Tensor) and t.dtype == dtype for t in (k, v))
+    return (q.float(), k.float(), v.float()) if alike else (q, k, v)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,11 +248,11 @@ class _Reference:
         return []
 
     def drawbacks(self, request: Request) -> list[str]:
-        return self.tables(request)
+        return ["it makes several tensors of B x H x L x S: it is the formula, written out"]
 
     def tables(self, request: Request) -> list[str]:
         B, H, _, L, S, _, _ = request.sizes
-        return [f"several tensors of {B} x {H} x {L} x {S}: it is the formula, written out"]
+        return [f"several tensors of {B} x {H} x {L} x {S}: the scores, and each step from them to the weights"]
 
     def run(self, request: Request) -> tuple[Tensor, Tensor | None]:
         out, _, lse = _by_definition(request, None)

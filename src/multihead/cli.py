@@ -208,7 +208,9 @@ def _explain(
         mask = window(left=left, right=0 if causal else right) if is_window else causal_mask() if causal else None
         made: Position | None = None
         if position is not _Position.none:
-            made = {"rotary": Rotary, "alibi": lambda: ALiBi(heads), "t5": lambda: T5Bias(heads)}[position.value]()
+            made = (
+                Rotary() if position is _Position.rotary else (ALiBi if position is _Position.alibi else T5Bias)(heads)
+            )
         layer: dict[str, Any] = {
             "embed_dim": embed_dim,
             "num_heads": heads,

@@ -147,7 +147,8 @@ def _counts(argument: str, n: object) -> int | Tensor:
         raise bad_type(argument, "an int, or ints of shape (*batch)", n)
     if counts.dtype not in _INTEGERS:
         raise bad_type(argument, "an int, or ints of shape (*batch)", counts)
-    readable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    readable = counts.device.type == "cpu" and not traced
     if readable and counts.numel() and int(counts.min()) < 0:
         raise bad_value(argument, "counts of at least 0", int(counts.min()))
     return counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,12 +91,12 @@ class Projections(nn.Module):
         """
         sources = {"q": query, "k": key, "v": value}
         for name, parts in self.layers():
-            start = 0
-            for _, group in groupby(parts, key=lambda part: id(sources[part])):
-                same = "".join(group)
-                rows = slice(start, start + self._width(same))
-                yield name, same, rows, self._width(parts)
-                start = rows.stop
+            start, same = 0, ""
+            for part, following in zip(parts, (*parts[1:], None), strict=True):
+                same += part
+                if following is None or sources[following] is not sources[part]:
+                    yield name, same, slice(start, start + self._width(same)), self._width(parts)
+                    start, same = start + self._width(same), ""
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k, v by head."""

@@ -24,6 +24,14 @@ def transform_refusals(request: Request) -> list[str]:
     return []
 
 
+def needs_definition(*grads: Tensor | None) -> bool:
+    """Whether a backward pass must be made of plain differentiable operations: autograd runs it in grad mode for
+    `create_graph=True`, and under a vmap of either kind for many gradients at once (`is_grads_batched=True`)."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads if grad is not None)
+
+
 def differentiable_gradients(
     define: Callable[..., Attended],
     inputs: Sequence[Tensor | None],
@@ -32,7 +40,7 @@ def differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients to `inputs` that can be differentiated again, by way of the definition over them.
 
-    For the backward of a kernel while grad mode is on, which is how autograd says `create_graph=True`.
+    For the backward of a kernel when `needs_definition()`.
     """
     with torch.enable_grad():
         # Aliases: were q, k and v one tensor, each would otherwise get the sum of all three gradients.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels import flash_cpu
-from multihead.kernels.autograd import differentiable_gradients, transform_refusals
+from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
 from multihead.kernels.tiles import FusedTiles, PlainTiles, Step, Tiles
 from multihead.request import Request
 
@@ -147,7 +147,7 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         q, k, v, bias, out, lse = ctx.saved_tensors
         job: _Job = ctx.job
-        if torch.is_grad_enabled():
+        if needs_definition(grad_out, grad_lse):
             return *_second_order(job, (q, k, v, bias), grad_out, grad_lse), None
         if grad_out is None:
             if grad_lse is None:

@@ -22,18 +22,18 @@ NAME = "flex"
 
 def refusals(request: Request) -> list[str]:
     """Why this kernel can't run the request; empty: it can."""
+    if request.q.device.type != "cuda":
+        return [f"{request.q.device.type}: FlexAttention is used on CUDA only (on the CPU it has no backward)"]
     reasons = transform_refusals(request)
     B, H, _, L, S, D, V = request.sizes
-    if request.q.device.type != "cuda":
-        reasons.append(f"{request.q.device.type}: FlexAttention is used on CUDA only (no backward on the CPU)")
     if request.dropout:
         reasons.append("dropout: FlexAttention has none")
     if request.q.dtype == torch.float64:
         reasons.append("float64: FlexAttention computes in float32")
-    if 0 in (B, H, L, S, V) or D < 16 or V < 16:
-        reasons.append(
-            f"sizes: FlexAttention needs D, V of at least 16 and no empty axis, got D={D}, V={V}, L={L}, S={S}"
-        )
+    if D < 16 or V < 16:
+        reasons.append(f"D={D}, V={V}: FlexAttention needs at least 16")
+    if 0 in (B, H, L, S):
+        reasons.append("nothing to compute: an axis is empty")
     return reasons
 
 

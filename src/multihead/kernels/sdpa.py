@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multihead.kernels import flash_cpu
-from multihead.kernels.autograd import differentiable_gradients, transform_refusals
+from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
 from multihead.masks import causal
 from multihead.positions import Position
 from multihead.request import Definition, Request
@@ -111,7 +111,9 @@ def _is_square_causal(request: Request) -> bool:
     before it scales, hence no negative scale."""
     if request.mask is None or request.mask != _CAUSAL or request.bias is not None or not request.has_default_positions:
         return False
-    return request.sizes.L == request.sizes.S and request.scale > 0
+    if request.sizes.L == request.sizes.S:  # a branch: while compiling, the comparison itself is a symbol and no flag
+        return request.scale > 0
+    return False
 
 
 def _additive_mask(request: Request, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -165,7 +167,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         q, k, v, added, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and needs_definition(grad_out, grad_lse):
 
             def define(q: Tensor, k: Tensor, v: Tensor) -> Any:
                 return ctx.definition(q, k, v, _CAUSAL if ctx.is_causal else None, bias=added, scale=ctx.scale)

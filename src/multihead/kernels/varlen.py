@@ -25,22 +25,24 @@ except ImportError:  # torch built without it
 
 def refusals(request: Request) -> list[str]:
     """Why this kernel can't run the request; empty: it can."""
+    if request.q.device.type != "cuda":
+        return [f"{request.q.device.type}: it exists for CUDA only"]
     reasons = transform_refusals(request)
     B, _, _, L, S, D, V = request.sizes
     if torch_varlen is None or "window_size" not in inspect.signature(torch_varlen.varlen_attn).parameters:
         reasons.append(f"torch {torch.__version__} has no varlen_attn with window_size")
-    if request.q.device.type != "cuda":
-        reasons.append(f"{request.q.device.type}: it exists for CUDA only")
     if request.q.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{request.q.dtype}: it takes float16 and bfloat16")
     if packed_documents(request.mask) is None:
-        reasons.append(f"the mask {request.mask!r}: it takes documents(...) or causal() & documents(...)")
+        reasons.append("the mask: it takes documents(...) and causal() & documents(...) of one row")
     if B != 1 or L != S or not request.has_default_positions:
         reasons.append("it takes one packed row (B=1, L=S) with default positions")
     if request.bias is not None or request.softcap is not None or request.dropout or request.needs_lse:
         reasons.append("bias, softcap, dropout and lse: it has none")
-    if V != D or 0 in request.sizes:
-        reasons.append(f"sizes: it needs V=D and no empty axis, got D={D}, V={V}, L={L}")
+    if V != D:
+        reasons.append(f"V={V} is not D={D}: it needs them equal")
+    if 0 in request.sizes:
+        reasons.append("nothing to compute: an axis is empty")
     return reasons
 
 
