@@ -136,11 +136,11 @@ def queries_of(qkv: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks", "reference"])
 def test_a_kernel_by_name_is_the_one_that_runs(kernel):
-    for L, mask in ((L, None), (131, mh.causal()), (131, mh.window(left=3))):
-        qkv = tensors(L=L, S=131)
+    for queries, mask in ((L, None), (131, mh.causal()), (131, mh.window(left=3))):
+        qkv = tensors(L=queries, S=131)
         ran, shapes = what_ran(lambda qkv=qkv, mask=mask: mh.attention(*qkv, mask, kernel=kernel))
         assert ran == kernel
-        assert len(shapes) == {"sdpa": 1, "blocks": -(-L // 64), "reference": 0}[kernel]
+        assert len(shapes) == {"sdpa": 1, "blocks": -(-queries // 64), "reference": 0}[kernel]
 
 
 def test_blocks_skips_what_is_hidden():

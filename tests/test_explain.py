@@ -17,7 +17,7 @@ import multihead as mh
 from test_dispatch import what_ran
 
 E, H, K = 30, 6, 3  # D = 5
-LONG = 1031
+LONG = 521
 
 
 @pytest.fixture(autouse=True)

@@ -87,11 +87,10 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
         q = q.reshape(B, K, H // K * L, D)
         added = None if added is None else _mask_by_rows(added, H, K, L)
 
-    if on_cpu and (request.needs_lse or not torch.compiler.is_compiling()):
-        if request.needs_grad:
-            out, lse = _Fused.apply(q, k, v, added, is_causal, request.scale, request.definition)
-        else:
-            out, lse = flash_cpu.forward(q, k, v, added, is_causal, request.scale)
+    if on_cpu and request.needs_grad and (request.needs_lse or not torch.compiler.is_compiling()):
+        out, lse = _Fused.apply(q, k, v, added, is_causal, request.scale, request.definition)
+    elif on_cpu and request.needs_lse:
+        out, lse = flash_cpu.forward(q, k, v, added, is_causal, request.scale)
     else:
         out = F.scaled_dot_product_attention(
             q, k, v, added, request.dropout, is_causal, scale=request.scale, enable_gqa=q.shape[1] != K
