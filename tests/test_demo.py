@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from multihead import __version__, cli, demo
+from multihead.models import gpt
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--context", "16", "--sample-length", "40"]
 POEM = "the cat sat on the mat. " * 40
@@ -183,7 +184,7 @@ def plan_of(text: Path, **changes: Any) -> demo.Plan:
 
 def test_a_token_sees_only_those_before_it():
     torch.manual_seed(0)
-    model = demo.GPT(11, 16, 2, 2).double()
+    model = gpt.GPT(11, 16, 2, 2).double()
     tokens = torch.randint(11, (3, 13))
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 11
@@ -194,16 +195,16 @@ def test_a_token_sees_only_those_before_it():
 
 def test_top_k_of_one_is_the_likeliest():
     torch.manual_seed(0)
-    model, prompt = demo.GPT(11, 16, 1, 2), torch.tensor([3, 1, 4])
-    written = demo.sample(model, prompt, 5, context=16, top_k=1)
+    model, prompt = gpt.GPT(11, 16, 1, 2), torch.tensor([3, 1, 4])
+    written = gpt.sample(model, prompt, 5, context=16, top_k=1)
     tokens = torch.cat([prompt, written])
     assert written.tolist() == model(tokens[None])[0, 2:-1].argmax(-1).tolist()
 
 
 def test_sampling_reads_no_more_than_the_context():
     torch.manual_seed(0)
-    model, prompt = demo.GPT(11, 16, 1, 2), torch.tensor([3, 1, 4, 1, 5])
-    written = demo.sample(model, prompt, 20, context=3, top_k=1)
+    model, prompt = gpt.GPT(11, 16, 1, 2), torch.tensor([3, 1, 4, 1, 5])
+    written = gpt.sample(model, prompt, 20, context=3, top_k=1)
     tokens = torch.cat([prompt, written])
     by_three = [model(tokens[None, i - 3 : i])[0, -1].argmax().item() for i in range(5, 25)]
     by_all = [model(tokens[None, :i])[0, -1].argmax().item() for i in range(5, 25)]
@@ -214,10 +215,10 @@ def test_sampling_reads_no_more_than_the_context():
 def test_validation_is_the_mean_over_the_text_kept_back(poem: Path):
     plan = plan_of(poem, context=5)
     torch.manual_seed(0)
-    model = demo.GPT(len(plan.vocabulary), 16, 1, 2)
+    model = gpt.GPT(len(plan.vocabulary), 16, 1, 2)
     count = (len(plan.valid) - 1) // 5
     starts = range(0, 5 * count, 5)
-    losses = [demo.loss_of(model, plan.valid[None, i : i + 5], plan.valid[None, i + 1 : i + 6]).item() for i in starts]
+    losses = [gpt.loss_of(model, plan.valid[None, i : i + 5], plan.valid[None, i + 1 : i + 6]).item() for i in starts]
     assert demo.validate(model, plan) == pytest.approx(sum(losses) / count, rel=1e-5)
 
 

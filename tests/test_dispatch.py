@@ -42,7 +42,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any
 
 
 def what_ran(call: Callable[[], object]) -> tuple[str, list[list[int]]]:
-    """The kernel that really ran, by the operations that the profiler saw, and the shapes of q that the fused one got."""
+    """The kernel that really ran, by the operations that the profiler saw, and the q's that the fused one got."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         call()
     events = list(seen.events())
@@ -61,7 +61,12 @@ def what_ran(call: Callable[[], object]) -> tuple[str, list[list[int]]]:
 
 
 def tensors(
-    L: int = L, S: int = S, V: int = D, heads: tuple[int, int] = (H, K), batch: int = B, dtype: torch.dtype = torch.float32
+    L: int = L,
+    S: int = S,
+    V: int = D,
+    heads: tuple[int, int] = (H, K),
+    batch: int = B,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     torch.manual_seed(L)
     shapes = [(batch, heads[0], L, D), (batch, heads[1], S, D), (batch, heads[1], S, V)]
@@ -71,7 +76,7 @@ def tensors(
 long = {"L": LONG, "S": LONG, "batch": 1, "heads": (2, 1)}
 table = torch.rand(LONG, LONG, generator=torch.Generator().manual_seed(0))
 CALLS = {
-    # name: (kernel, sizes, options)
+    # The kernel, what is unlike the sizes above, and what is asked for.
     "full": ("sdpa", {}, {}),
     "full, long": ("sdpa", long, {}),
     "equal heads": ("sdpa", {"heads": (3, 3)}, {}),
@@ -118,7 +123,7 @@ def test_which_kernel_is_taken(name):
     expected, sizes, options = CALLS[name]
     qkv = tensors(**sizes)
     choice = choose(request_of(*qkv, **options))
-    assert choice.kernel.NAME == expected, f"{choice.refusals}, {choice.drawbacks}"
+    assert expected == choice.kernel.NAME, f"{choice.refusals}, {choice.drawbacks}"
     ran, shapes = what_ran(lambda: mh.attention(*qkv, **options))
     assert ran == expected
     if expected == "sdpa":  # once; with few queries those of a group are rows of one head
@@ -192,7 +197,7 @@ def test_a_learned_bias_is_no_obstacle_where_nothing_is_recorded():
 def test_the_kernels_and_their_order():
     assert list(mh.KERNELS) == ORDER
     for name, kernel in mh.KERNELS.items():
-        assert kernel.NAME == name
+        assert name == kernel.NAME
         assert all(callable(getattr(kernel, function)) for function in ("refusals", "drawbacks", "tables", "run"))
 
 
@@ -237,7 +242,7 @@ def test_the_choice_is_the_first_without_objections():
         choice = choose(request_of(case.q, case.k, case.v, case.mask, **case.options))
         able = [name for name, reasons in choice.refusals.items() if not reasons]
         free = [name for name in able if not choice.drawbacks[name]]
-        assert choice.kernel.NAME == (free or able)[0]
+        assert (free or able)[0] == choice.kernel.NAME
         taken.add(choice.kernel.NAME)
     assert taken == {"sdpa", "blocks"}
 

@@ -65,11 +65,11 @@ def not_a_number(out, lse):
 
 class _NanGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out):
+    def forward(_ctx, out):
         return out.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(_ctx, grad):
         return grad * torch.nan
 
 
@@ -85,7 +85,7 @@ def no_gradient(out, lse):
     return out.detach(), lse
 
 
-def broken(out, lse):
+def broken(_out, _lse):
     raise ZeroDivisionError("planted")
 
 
@@ -112,8 +112,11 @@ def test_a_kernel_that_can_not_run_is_not_wrong(monkeypatch):
     assert by_name(found)["sdpa"] == KernelHealth("sdpa", None, "can't run here: it is broken here")
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
-                         ids=["no_grad", "inference_mode", "autocast"])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
 def test_it_does_not_matter_where_it_is_asked(mode):
     with mode():
         found = mh.doctor()

@@ -1,4 +1,4 @@
-"""`explain` against what really happens: the kernel that the profiler saw run, and the shapes that were seen on the way."""
+"""`explain` against what really happens: the kernel that the profiler saw run, and the shapes on the way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import multihead as mh
 from test_dispatch import what_ran
 
 E, H, K = 30, 6, 3  # D = 5
-LONG = 521
+LONG = 389  # squared, it is worth a look at how much of the plane is visible
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def frozen(position: nn.Module) -> Any:
 
 
 LAYERS = {
-    "plain": lambda: {},
+    "plain": dict,
     "causal": lambda: {"mask": mh.causal(), "num_kv_heads": K},
     "rotary": lambda: {"mask": mh.causal(), "position": mh.Rotary(4), "qk_norm": True},
     "window": lambda: {"mask": mh.window(left=31, right=0)},
@@ -51,7 +51,7 @@ LAYERS = {
     "bf16": lambda: {"dtype": torch.bfloat16, "mask": mh.causal()},
     "f64": lambda: {"dtype": torch.float64},
 }
-SIZES = [(2, 7, None), (3, 1, None), (2, 5, 11), (1, 1, LONG), (1, LONG, None), (1, 131, LONG), (0, 5, None), (2, 0, None), (2, 3, 0)]
+SIZES = [(2, 7, None), (2, 5, 11), (1, 1, LONG), (1, LONG, None), (0, 5, None), (2, 0, None), (2, 3, 0)]
 
 
 def called(layer: mh.Attention, B: int, L: int, S: int | None, **options: Any) -> Any:
@@ -85,17 +85,25 @@ def bias(*shape: int, learned: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("own", [{}, {"position": mh.ALiBi(H)}, {"mask": mh.causal()}], ids=["plain", "alibi", "causal"])
-@pytest.mark.parametrize("given", [
-    {"mask": mh.window(left=15)}, {"mask": mh.documents(torch.arange(LONG) // 100)}, {"mask": mh.lengths([LONG, 31])},
-    {"mask": torch.ones(LONG, LONG, dtype=torch.bool)}, {"bias": bias(H, LONG, LONG)}, {"bias": bias(1, LONG, learned=True)},
-    {"bias": mh.ALiBi(H)}, {"bias": bias(H, 1, LONG), "mask": mh.window(left=3, right=3)},
-], ids=["window", "documents", "lengths", "table", "bias", "learned bias", "alibi", "bias and window"])  # fmt: skip
+@pytest.mark.parametrize("own", [{"mask": mh.causal()}, {"position": mh.ALiBi(H)}], ids=["causal", "alibi"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask": mh.window(left=15)},
+        {"mask": mh.documents(torch.arange(LONG) // 100)},
+        {"mask": mh.lengths(31)},
+        {"mask": torch.ones(LONG, LONG, dtype=torch.bool)},
+        {"bias": bias(H, LONG, LONG)},
+        {"bias": bias(1, LONG, learned=True)},
+        {"bias": mh.ALiBi(H)},
+        {"bias": bias(H, 1, LONG), "mask": mh.window(left=3, right=3)},
+    ],
+    ids=["window", "documents", "lengths", "table", "bias", "learned bias", "alibi", "bias and window"],
+)
 def test_masks_and_biases_of_the_call(own, given, training):
     layer = mh.Attention(E, H, num_kv_heads=K, **own).train(training)
-    B = 2
-    told = mh.explain(layer, batch=B, length=LONG, **given)
-    assert told.kernel == what_ran(called(layer, B, LONG, None, **given))[0]
+    told = mh.explain(layer, length=LONG, **given)
+    assert told.kernel == what_ran(called(layer, 1, LONG, None, **given))[0]
 
 
 def test_training_says_what_the_call_would_do():
@@ -110,8 +118,8 @@ def test_training_says_what_the_call_would_do():
 @pytest.mark.parametrize("training", [True, False])
 def test_it_does_not_matter_where_it_is_asked(training):
     """It says whether gradients are recorded, so what is recorded around it does not count."""
-    layer = mh.Attention(E, H, position=mh.T5Bias(H))
-    for given in ({}, {"bias": bias(7, 7, learned=True)}):
+    for position, given in ((mh.T5Bias(H), {}), (None, {"bias": bias(7, 7, learned=True)})):
+        layer = mh.Attention(E, H, position=position)
         asked = {"training": training, "length": 7, **given}
         answers = [mh.explain(layer, **asked)]
         for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
@@ -160,7 +168,10 @@ STEPPED = {
     "context": ({"kdim": 22, "vdim": 22, "num_kv_heads": 2}, 11),
     "same width": ({"num_kv_heads": 2, "out_dim": 14}, 11),
     "split": ({"packed": False, "value_dim": 7, "head_dim": 8}, None),
-    "all": ({"gate": True, "qk_norm": True, "sinks": True, "position": mh.Rotary(4), "num_kv_heads": 1, "value_dim": 4}, None),
+    "all": (
+        {"gate": True, "qk_norm": True, "sinks": True, "position": mh.Rotary(4), "num_kv_heads": 1, "value_dim": 4},
+        None,
+    ),
     "all, context": ({"gate": True, "qk_norm": True, "sinks": True, "value_dim": 4, "kdim": 14, "vdim": 14}, 11),
     "biased": ({"position": mh.ALiBi(H), "softcap": 3.0}, 11),
     "learned": ({"position": mh.T5Bias(H), "gate": True}, 11),
@@ -194,7 +205,9 @@ def test_shapes_of_the_steps(name, monkeypatch):
     hooked = {}
     for child, module in layer.named_children():
         module.register_forward_hook(
-            lambda _, args, out, child=child: hooked.update({child: (*(tuple(a.shape) for a in args), tuple(out.shape))})
+            lambda _, args, out, child=child: hooked.update(
+                {child: (*(tuple(a.shape) for a in args), tuple(out.shape))}
+            )
         )
     call()
     if layer.q_norm is not None:
@@ -337,22 +350,34 @@ def test_arguments_stay_as_they_were():
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("subject", "options", "error", "pattern"), [
-    (nn.Linear(2, 3), {}, TypeError, r"^subject: expected an Attention, or a mapping of its arguments, got an object of type Linear\."
-     r".* explain one of its layers"),
-    ({"embed_dim": E}, {}, ValueError, r"^subject: expected at least embed_dim and num_heads, got no num_heads\."),
-    ({}, {}, ValueError, "no embed_dim and no num_heads"),
-    ({"embed_dim": 31, "num_heads": 6}, {}, ValueError, "^embed_dim: expected a multiple of num_heads=6, got 31"),
-    (None, {"length": -1}, ValueError, "^length: expected at least 0, got -1"),
-    (None, {"length": 2.0}, TypeError, "^length: expected an int, got 2.0"),
-    (None, {"batch": True}, TypeError, "^batch: expected an int, got True"),
-    (None, {"source_length": -3}, ValueError, "^source_length: expected at least 0, got -3"),
-    (None, {"mask": mh.padding(torch.ones(11, dtype=torch.bool)), "length": 7}, ValueError,
-     r"^padding\(keep\): expected the shape .* with S=7"),
-    (None, {"mask": torch.zeros(7, 7), "length": 7}, TypeError, "^mask: expected a Mask or a bool tensor"),
-    (None, {"bias": torch.zeros(H, 5, 7), "length": 7}, ValueError, "^bias: expected a shape that broadcasts"),
-    (None, {"bias": mh.ALiBi(4)}, ValueError, "^bias: expected a bias for H=6 query heads, got one for 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("subject", "options", "error", "pattern"),
+    [
+        (
+            nn.Linear(2, 3),
+            {},
+            TypeError,
+            r"^subject: expected an Attention, or a mapping of its arguments, got an object of "
+            r"type Linear\..* explain one of its layers",
+        ),
+        ({"embed_dim": E}, {}, ValueError, r"^subject: expected at least embed_dim and num_heads, got no num_heads\."),
+        ({}, {}, ValueError, "no embed_dim and no num_heads"),
+        ({"embed_dim": 31, "num_heads": 6}, {}, ValueError, "^embed_dim: expected a multiple of num_heads=6, got 31"),
+        (None, {"length": -1}, ValueError, "^length: expected at least 0, got -1"),
+        (None, {"length": 2.0}, TypeError, "^length: expected an int, got 2.0"),
+        (None, {"batch": True}, TypeError, "^batch: expected an int, got True"),
+        (None, {"source_length": -3}, ValueError, "^source_length: expected at least 0, got -3"),
+        (
+            None,
+            {"mask": mh.padding(torch.ones(11, dtype=torch.bool)), "length": 7},
+            ValueError,
+            r"^padding\(keep\): expected the shape .* with S=7",
+        ),
+        (None, {"mask": torch.zeros(7, 7), "length": 7}, TypeError, "^mask: expected a Mask or a bool tensor"),
+        (None, {"bias": torch.zeros(H, 5, 7), "length": 7}, ValueError, "^bias: expected a shape that broadcasts"),
+        (None, {"bias": mh.ALiBi(4)}, ValueError, "^bias: expected a bias for H=6 query heads, got one for 4"),
+    ],
+)
 def test_mistakes(subject, options, error, pattern):
     with pytest.raises(error, match=pattern):
         mh.explain(mh.Attention(E, H) if subject is None else subject, **options)

@@ -17,7 +17,7 @@ import multihead as mh
 SOURCE = Path(mh.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor <- cli, demo
+# errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models <- cli
 TIERS = [
     {"errors"},
     {"plane", "mask_kinds", "masks", "positions", "rotary", "cache"},
@@ -25,12 +25,13 @@ TIERS = [
     {"kernels"},
     {"attention", "projections"},
     {"module"},
-    {"explain", "doctor"},
+    {"explain", "doctor", "models"},
     {"cli", "demo"},
     {"__init__"},
 ]
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
-APART = [("reference", "request"), ("attention", "projections"), ("explain", "doctor")]  # of one tier, and strangers
+# Of one tier, and strangers.
+APART = [("reference", "request"), ("attention", "projections"), ("explain", "doctor"), ("models", "explain")]
 COMMAND_LINE = {"cli": {"typer", "rich"}, "demo": {"rich"}}
 
 
@@ -150,7 +151,11 @@ def test_the_layer_names_no_kernel():
         }
         words = set()
         for node in ast.walk(tree):
-            words |= {getattr(node, field) for field in ("id", "attr", "arg", "module") if isinstance(getattr(node, field, None), str)}
+            words |= {
+                getattr(node, field)
+                for field in ("id", "attr", "arg", "module")
+                if isinstance(getattr(node, field, None), str)
+            }
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings:
                 words.add(node.value)
         named = {word for word in words for kernel in (*mh.KERNELS, "flash", "KERNELS") if kernel in word.split(".")}
@@ -170,11 +175,18 @@ def test_importing_is_light():
         "import sys, torch; before = set(sys.modules); import multihead; "
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
-                         env={"PYTHONPATH": str(SOURCE.parent), "PATH": ""})  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={"PYTHONPATH": str(SOURCE.parent), "PATH": ""},
+    )
     new = set(run.stdout.split())
     assert "multihead" in new
     assert not new & {"typer", "rich", "matplotlib", "click", "pytest"}
+    assert not new & {"sympy", "mpmath", "numpy"}, "what compiles is imported when it is used: this takes seconds"
     assert not run.stderr
 
 

@@ -1,5 +1,5 @@
-"""What PyTorch does to functions, done to `attention`: derivatives of every order and mode, vmap, compile, export, autocast,
-dropout, threads, hooks, and the memory that is taken on the way."""
+"""What PyTorch does to functions, done to `attention`: derivatives of every order and mode, vmap, compile, export,
+autocast, dropout, threads, hooks, and the memory that is taken on the way."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_second_derivatives_with_dropout_are_those_of_differences():
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks", None])
 @pytest.mark.parametrize("lse_too", [False, True], ids=["out", "out and lse"])
 def test_many_gradients_at_once(kernel, lse_too):
-    """torch.autograd.grad(is_grads_batched=True), which torch.autograd.functional.jacobian(vectorize=True) is made of."""
+    """torch.autograd.grad(is_grads_batched=True), of which jacobian(vectorize=True) is made."""
     call = given(mask=mh.causal())
     out, lse = call.by(kernel)
     outputs = (out, lse) if lse_too else (out,)
@@ -341,8 +341,10 @@ def test_vmap_is_a_loop(in_dims):
 
 def test_vmap_over_parameters():
     """An ensemble: one input, several layers."""
-    layers = [mh.Attention(12, 6, num_kv_heads=2, position=mh.Rotary(), sinks=True, qk_norm=True, mask=mh.causal(), dtype=f64)
-              for _ in range(3)]  # fmt: skip
+    layers = [
+        mh.Attention(12, 6, num_kv_heads=2, position=mh.Rotary(), sinks=True, qk_norm=True, mask=mh.causal(), dtype=f64)
+        for _ in range(3)
+    ]
     x = torch.randn(B, S, 12, dtype=f64)
     parameters, buffers = torch.func.stack_module_state(layers)
 
@@ -369,22 +371,20 @@ def test_dropout_under_vmap(randomness):
 
 # Compilation ----------------------------------------------------------------------------------------------------------
 
+ODD = {"k_positions": torch.arange(S) * 2, "q_positions": torch.tensor([3, 9, 0, 40, 7])}
 COMPILED = {
     "plain": ((), {}),
     "plain, lse": ((), {"return_lse": True}),
-    "causal": ((), {"mask": mh.causal()}),
     "square causal": ((), {"mask": mh.causal(), "S": L, "return_lse": True}),
     "one query": ((), {"mask": mh.causal(), "L": 1}),
     "window, sinks": (("sinks",), {"mask": mh.window(left=2, right=3)}),
     "lengths": ((), {"mask": mh.lengths([3, 0]), "return_lse": True}),
-    "padding and causal": ((), {"mask": mh.causal() & mh.padding(torch.arange(S) % 3 > 0)}),
+    "padding, alibi": ((), {"mask": mh.causal() & mh.padding(torch.arange(S) % 3 > 0), "bias": mh.ALiBi(H)}),
     "documents": ((), {"mask": ~mh.documents(torch.tensor([0, 0, 1, 1, 1, 0, 2, 2, 3, 3, 3]))}),
-    "prefix or causal": ((), {"mask": mh.causal() | mh.prefix(torch.tensor([2, 9]))}),
-    "dense": ((), {"mask": torch.arange(L * S).view(L, S) % 2 == 0, "V": V}),
+    "prefix, positions": ((), {"mask": mh.causal() | mh.prefix(torch.tensor([2, 9])), **ODD}),
+    "dense, V != D": ((), {"mask": torch.arange(L * S).view(L, S) % 2 == 0, "V": V}),
     "learned bias, softcap": (("bias",), {"softcap": 1.1, "mask": mh.causal(), "return_lse": True}),
-    "alibi": ((), {"bias": mh.ALiBi(H), "mask": mh.causal()}),
-    "positions": ((), {"mask": mh.causal(), "k_positions": torch.arange(S) * 2, "q_positions": torch.tensor([3, 9, 0, 40, 7])}),
-}  # fmt: skip
+}
 
 
 @compiled_function
@@ -427,10 +427,20 @@ MANY_LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("name", MANY_LENGTHS)
-@pytest.mark.parametrize("kind", ["square", "decoding"])
+@compiled_function
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("plain", "square"),
+        ("causal", "square"),
+        ("by the formula", "square"),
+        ("causal", "decoding"),
+        ("window or prefix", "decoding"),
+        ("dropout", "decoding"),
+    ],
+)
 def test_few_graphs_over_many_lengths(name, kind):
-    """One for the first length and one for all others, whichever kernel is taken, and whatever the others said of it."""
+    """One for the first length and one for all others, whichever kernel is taken, and whatever the others said."""
     torch.compiler.reset()
     graphs, options = Graphs(), MANY_LENGTHS[name]
     compiled = torch.compile(mh.attention, fullgraph=True, backend=graphs)
@@ -441,16 +451,18 @@ def test_few_graphs_over_many_lengths(name, kind):
     assert graphs.number <= 2
 
 
+LAYERS = {
+    "rotary": {"mask": mh.causal(), "position": mh.Rotary(), "num_kv_heads": 2, "sinks": True},
+    "t5": {"position": mh.T5Bias(6, dtype=f64), "qk_norm": True, "gate": True},
+}
+
+
 @compiled_function
-@pytest.mark.parametrize("options", [
-    {"mask": mh.causal(), "position": mh.Rotary(), "num_kv_heads": 2, "sinks": True}, {"position": mh.ALiBi(6), "gate": True},
-    {"position": mh.T5Bias(6, dtype=f64), "qk_norm": True},
-], ids=["rotary", "alibi", "t5"])  # fmt: skip
-@pytest.mark.parametrize("kind", ["self", "encoder-decoder"])
-def test_few_graphs_of_the_layer(options, kind):
+@pytest.mark.parametrize(("name", "kind"), [("rotary", "encoder-decoder"), ("t5", "self")])
+def test_few_graphs_of_the_layer(name, kind):
     torch.compiler.reset()
     torch.manual_seed(1)
-    layer, graphs = mh.Attention(12, 6, dtype=f64, **options), Graphs()
+    layer, graphs = mh.Attention(12, 6, dtype=f64, **LAYERS[name]), Graphs()
     compiled = torch.compile(layer, fullgraph=True, backend=graphs)
     for n, m in ((5, 11), (7, 13), (11, 17)):
         inputs = [torch.randn(B, n, 12, dtype=f64), torch.randn(B, m, 12, dtype=f64)][: 1 if kind == "self" else 2]
@@ -489,10 +501,8 @@ class Encoder(Padded):
 
 
 EXPORTED = {
-    "causal": (Alone, {"mask": mh.causal()}, True),
     "causal, no_grad": (Alone, {"mask": mh.causal(), "num_kv_heads": 2}, False),
     "sinks": (Alone, {"mask": mh.causal(), "position": mh.Rotary(), "num_kv_heads": 2, "sinks": True}, True),
-    "sinks, no_grad": (Alone, {"mask": mh.causal(), "qk_norm": True, "num_kv_heads": 2, "sinks": True}, False),
     "window": (Alone, {"mask": mh.window(left=3, right=1), "position": mh.ALiBi(6), "gate": True}, True),
     "softcap": (Alone, {"softcap": 2.0, "value_dim": 5}, False),
     "padding": (Padded, {"mask": mh.causal(), "num_kv_heads": 3}, True),
@@ -565,8 +575,10 @@ def test_autocast_leaves_float64_alone(kernel):
         found = call.by(kernel)
         weights = mh.attention_weights(*call.leaves[:2], mh.causal())
     assert weights.dtype == f64
-    close([*found, *torch.autograd.grad(loss(*found), call.leaves)],
-          [*call.by_definition(), *torch.autograd.grad(loss(*call.by_definition()), call.leaves)])  # fmt: skip
+    close(
+        [*found, *torch.autograd.grad(loss(*found), call.leaves)],
+        [*call.by_definition(), *torch.autograd.grad(loss(*call.by_definition()), call.leaves)],
+    )
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks", None])
@@ -638,8 +650,11 @@ def test_the_rate_and_the_mean_of_dropout(kernel, rate):
     assert abs(factor.mean().item() - 1) < 5 * spread / (1 - rate)
     # Rows of the batch, heads and blocks of queries are dropped independently of each other.
     keep, both = torch.where(seen, dropped > 0, False).float(), seen.float()
-    others = {"rows": (keep[0], keep[1], both[0]), "heads": (keep[:, 0], keep[:, 1], both[:, 0]),
-              "key heads": (keep[:, 0], keep[:, 2], both[:, 0])}  # fmt: skip
+    others = {
+        "rows": (keep[0], keep[1], both[0]),
+        "heads": (keep[:, 0], keep[:, 1], both[:, 0]),
+        "key heads": (keep[:, 0], keep[:, 2], both[:, 0]),
+    }
     for a, b, where in others.values():
         alike, pairs = ((a == b) * where).sum().item() / where.sum().item(), where.sum().item()
         chance = rate**2 + (1 - rate) ** 2
@@ -654,8 +669,11 @@ def test_blocks_of_queries_are_dropped_independently():
 
 
 @pytest.mark.parametrize("kernel", DROPPING)
-@pytest.mark.parametrize("options", [{}, {"mask": mh.causal()}, {"mask": mh.window(left=7) & mh.lengths([67, 0]), "softcap": 2.0}],
-                         ids=["plain", "causal", "window"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": mh.causal()}, {"mask": mh.window(left=7) & mh.lengths([67, 0]), "softcap": 2.0}],
+    ids=["plain", "causal", "window"],
+)
 def test_dropout_is_that_of_the_reference(kernel, options):
     """With the mask it drew, the definition gives the same output and gradients."""
     sizes = (2, 6, 3, 67, 71)
@@ -824,7 +842,7 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for y in out if isinstance(out, tuple | list) else [out]:
             if isinstance(y, Tensor):

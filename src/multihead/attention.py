@@ -247,7 +247,7 @@ class _Reference:
     def refusals(self, request: Request) -> list[str]:  # noqa: ARG002  (every kernel is asked in the same way)
         return []
 
-    def drawbacks(self, request: Request) -> list[str]:
+    def drawbacks(self, request: Request) -> list[str]:  # noqa: ARG002  (every kernel is asked in the same way)
         return ["it makes several tensors of B x H x L x S: it is the formula, written out"]
 
     def tables(self, request: Request) -> list[str]:

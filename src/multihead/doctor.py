@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,13 @@ def doctor() -> Diagnosis:
         "threads": f"{torch.get_num_threads()} in an operation, {torch.get_num_interop_threads()} between operations",
         "devices": ", ".join(devices),
     }
-    return Diagnosis(facts, [_try(name) for name in KERNELS])
+    devices_of_autocast = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    with ExitStack() as stack:  # the same answer wherever it is asked
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in devices_of_autocast:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        return Diagnosis(facts, [_try(name) for name in KERNELS])
 
 
 def _try(name: str) -> KernelHealth:
@@ -87,7 +94,8 @@ def _run(name: str, qkv: tuple[torch.Tensor, ...], mask: Mask) -> KernelHealth:
     except Exception as error:  # whatever a kernel raises is what the user wants to read here
         return KernelHealth(name, False, f"{where}: {type(error).__name__}: {error}")
     allowed = 64 * torch.finfo(qkv[0].dtype).eps
-    return KernelHealth(name, max(errors) <= allowed, f"{where}: largest error {max(errors):.1e}, forward and backward")
+    ok = all(error <= allowed for error in errors)  # False for NaN too
+    return KernelHealth(name, ok, f"{where}: largest error {max(errors):.1e}, forward and backward")
 
 
 def _answers(compute: Callable[..., torch.Tensor], qkv: tuple[torch.Tensor, ...], mask: Mask) -> list[torch.Tensor]:

@@ -82,8 +82,9 @@ def explain(
     weight = layer.out_proj.weight
     where = torch.device(device) if device is not None else weight.device if is_layer else torch.device("cpu")
     kind = dtype if dtype is not None else weight.dtype if is_layer else torch.float32
-    request = _request(layer, B, L, S, training, mask, bias, where, kind)
-    choice = choose(request)
+    with torch.inference_mode(False), torch.set_grad_enabled(training):  # whatever is recorded around this call
+        request = _request(layer, B, L, S, training, mask, bias, where, kind)
+        choice = choose(request)
     E = layer.embed_dim
     inputs = f"x {(B, L, E)}" + ("" if source_length is None else f", context {(B, S, layer.kdim)}")
     return Explanation(
@@ -123,29 +124,35 @@ def _request(
 ) -> Request:
     """The request that the layer's forward makes, over tensors that take no memory."""
     H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
-    with torch.set_grad_enabled(training):
-        hollow = torch.empty((), device=device, dtype=dtype, requires_grad=training)
-        q, k, v = hollow.expand(B, H, L, D), hollow.expand(B, K, S, D), hollow.expand(B, K, S, V)
-        query = hollow.expand(B, L, layer.embed_dim)
-        own = layer.position if layer.position is not None and layer.position.biases else None
-        joined: Tensor | Position | None
-        if isinstance(own, nn.Module) or (own is not None and bias is not None):
-            whole, joined = layer.joined(mask, None, query, query, None, None)[0], hollow.expand(H, L, S)
-        else:
-            whole, joined = layer.joined(mask, bias, query, query, None, None)
-        dropout = layer.dropout if training else 0.0
-        needs_lse = layer.sinks is not None
-        return make_request(
-            q, k, v, None if whole is None else whole.to(device), joined, layer.scale, layer.softcap, dropout,
-            None, None, needs_lse, reference.attention,
-        )  # fmt: skip
+    hollow = torch.empty((), device=device, dtype=dtype, requires_grad=training)
+    q, k, v = hollow.expand(B, H, L, D), hollow.expand(B, K, S, D), hollow.expand(B, K, S, V)
+    query, source = hollow.expand(B, L, layer.embed_dim), hollow.expand(B, S, layer.kdim)
+    own = layer.position if layer.position is not None and layer.position.biases else None
+    joined: Tensor | Position | None
+    if isinstance(own, nn.Module) or (own is not None and bias is not None):
+        learns = any(_learns(part) for part in (own, bias))
+        table = torch.empty((), device=device, dtype=dtype, requires_grad=training and learns)
+        whole, joined = layer.joined(mask, None, query, source, None, None)[0], table.expand(H, L, S)
+    else:
+        whole, joined = layer.joined(mask, bias, query, source, None, None)
+    dropout = layer.dropout if training else 0.0
+    needs_lse = layer.sinks is not None
+    return make_request(
+        q, k, v, None if whole is None else whole.to(device), joined, layer.scale, layer.softcap, dropout,
+        None, None, needs_lse, reference.attention,
+    )  # fmt: skip
+
+
+def _learns(bias: Tensor | Position | None) -> bool:
+    """Whether a bias gets a gradient."""
+    if isinstance(bias, nn.Module):
+        return any(parameter.requires_grad for parameter in bias.parameters())
+    return isinstance(bias, Tensor) and bias.requires_grad
 
 
 def _learned_tables(layer: Attention, L: int, S: int) -> list[str]:
     if isinstance(layer.position, nn.Module) and layer.position.biases:
-        return [
-            f"a bias of {layer.num_heads} x {L} x {S}: the table of {type(layer.position).__name__} gets a gradient"
-        ]
+        return [f"a bias of {layer.num_heads} x {L} x {S}: {type(layer.position).__name__} is a table that is learned"]
     return []
 
 

@@ -148,10 +148,22 @@ class Tile:
 
 
 class Blocks:
-    """The plane cut into nQ x nK blocks of `q_size` x `k_size`; the last of each side may be smaller."""
+    """The plane cut into nQ x nK blocks of `q_size` x `k_size`; the last of each side may be smaller.
 
-    def __init__(self, L: int, S: int, q_positions: Tensor, k_positions: Tensor, q_size: int, k_size: int) -> None:
-        self.L, self.S = L, S
+    `rows` are the queries asked about: whole blocks, but for the last. nQ counts the blocks of those.
+    """
+
+    def __init__(
+        self,
+        L: int,
+        S: int,
+        q_positions: Tensor,
+        k_positions: Tensor,
+        q_size: int,
+        k_size: int,
+        rows: slice = slice(None),
+    ) -> None:
+        self.L, self.S, self.rows = L, S, rows
         self.q_positions, self.k_positions = _wide(q_positions), _wide(k_positions)
         self.q_size, self.k_size = q_size, k_size
 
@@ -160,7 +172,7 @@ class Blocks:
 
     def q_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Least and greatest value in each block of queries: (*batch, L) -> two of (*batch, nQ, 1)."""
-        low, high = _range(tensor, self.q_size)
+        low, high = _range(tensor[..., self.rows], self.q_size)
         return low[..., None], high[..., None]
 
     def k_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,8 +181,8 @@ class Blocks:
         return low[..., None, :], high[..., None, :]
 
     def pair_range(self, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether some and every pair of each block is True, as int8: (..., L, S) -> two of (..., nQ, nK)."""
-        table = keep.expand(*keep.shape[:-2], self.L, self.S).to(torch.int8)
+        """Whether some and every pair of each block is True, as uint8: (..., L, S) -> two of (..., nQ, nK)."""
+        table = keep.expand(*keep.shape[:-2], self.L, self.S)[..., self.rows, :].view(torch.uint8)
         low, high = _range(table, self.k_size)  # (..., L, nK)
         every = _range(low.transpose(-1, -2), self.q_size)[0].transpose(-1, -2)
         some = _range(high.transpose(-1, -2), self.q_size)[1].transpose(-1, -2)

@@ -28,16 +28,17 @@ class Request:
         needs_lse: whether the answer must contain lse.
         needs_grad: whether the call is being recorded by autograd.
         sizes: (B, H, K, L, S, D, V).
+        has_default_positions: whether the queries are simply the last L of the S keys.
         definition: the reference, as a function. Kernels may not import it (the tests hold them against it), and turn
             to it for second derivatives.
     """
 
     __slots__ = (
-        "_bounds",
         "_positions",
         "bias",
         "definition",
         "dropout",
+        "has_default_positions",
         "k",
         "mask",
         "needs_grad",
@@ -66,18 +67,13 @@ class Request:
         self.q, self.k, self.v = q, k, v
         self.mask, self.bias, self.scale, self.softcap, self.dropout = mask, bias, scale, softcap, dropout
         self._positions = positions
-        self._bounds: dict[tuple[int, int], Bounds] = {}
+        self.has_default_positions = positions[0] is None and positions[1] is None
         self.needs_lse = needs_lse
         self.needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         B, H, L, D = q.shape
         K, S = k.shape[1], k.shape[2]
         self.sizes = Sizes(B, H, K, L, S, D, v.shape[3])
         self.definition = definition
-
-    @property
-    def has_default_positions(self) -> bool:
-        """Whether the queries are simply the last L of the S keys."""
-        return self._positions[0] is None and self._positions[1] is None
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """q_positions (L,) or (B, L), k_positions (S,) or (B, S)."""
@@ -116,16 +112,17 @@ class Request:
         other.q, other.k, other.v, other.bias = q, k, v, bias
         return other
 
-    def bounds(self, q_size: int, k_size: int) -> Bounds | None:
-        """What blocks of queries see of blocks of keys: bool (B or 1, nQ, nK) twice; None = everything."""
+    def bounds(self, q_size: int, k_size: int, rows: slice = _ALL) -> Bounds | None:
+        """What blocks of queries see of blocks of keys: bool (B or 1, nQ, nK) twice; None = everything.
+
+        `rows` are the queries asked about, as in `Blocks`.
+        """
         if self.mask is None:
             return None
-        if (q_size, k_size) not in self._bounds:
-            blocks = Blocks(self.sizes.L, self.sizes.S, *self.positions(), q_size, k_size)
-            some, every = self.mask.bounds(blocks)
-            shape = torch.broadcast_shapes(some.shape, (1, -(-self.sizes.L // q_size), -(-self.sizes.S // k_size)))
-            self._bounds[q_size, k_size] = Bounds(some.expand(shape), every.expand(shape))
-        return self._bounds[q_size, k_size]
+        L, S = self.sizes.L, self.sizes.S
+        some, every = self.mask.bounds(Blocks(L, S, *self.positions(), q_size, k_size, rows))
+        shape = torch.broadcast_shapes(some.shape, (1, -(-len(range(L)[rows]) // q_size), -(-S // k_size)))
+        return Bounds(some.expand(shape), every.expand(shape))
 
 
 class Sizes(NamedTuple):

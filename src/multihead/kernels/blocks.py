@@ -25,6 +25,7 @@ from multihead.request import Request
 NAME = "blocks"
 
 _QUERIES, _KEYS = 64, 16  # to a block: measured best for windows and documents
+_BLOCKS_AT_ONCE = 64
 _TILE_BYTES = 2**19  # of scores that plain tiles work on at a time: about one core's second-level cache
 
 
@@ -78,30 +79,38 @@ class _Job(NamedTuple):
 
 def _plan(request: Request, tile_bytes: int | None) -> Iterator[Step]:
     """The tiles that hold something visible; None for the bytes: all heads at once."""
-    B, H, K, L, S, _, _ = request.sizes
-    bounds = request.bounds(_QUERIES, _KEYS)
-    if bounds is None:
-        some = every = [[[True] * -(-S // _KEYS)] * -(-L // _QUERIES)]
-    else:
-        some, every = bounds.some.tolist(), bounds.every.tolist()
-    groups = (
-        [slice(0, B)] if len(some) == 1 else [slice(b, b + 1) for b in range(B)]
-    )  # rows of the batch that see alike
+    _, H, K, _, S, _, _ = request.sizes
     number = 0
-    for batch, some_of, every_of in zip(groups, some, every, strict=True):
-        for block, (seen, whole) in enumerate(zip(some_of, every_of, strict=True)):
-            rows = slice(block * _QUERIES, min(L, (block + 1) * _QUERIES))
-            columns = _slices(seen, S)
-            if not columns:
-                continue
-            masked = _places(columns, _slices([s and not w for s, w in zip(seen, whole, strict=True)], S))
-            at_once = (batch.stop - batch.start) * K
-            if tile_bytes is not None:
-                width = sum(c.stop - c.start for c in columns)
-                at_once = max(1, tile_bytes // (H // K * (rows.stop - rows.start) * width * 4))
-            for part, heads in _parts(batch, K, at_once):
-                yield Step(number, part, heads, rows, columns, masked)
-                number += 1
+    for rows, seen, whole, batch in _seen(request):
+        columns = _slices(seen, S)
+        if not columns:
+            continue
+        masked = _places(columns, _slices([s and not w for s, w in zip(seen, whole, strict=True)], S))
+        at_once = (batch.stop - batch.start) * K
+        if tile_bytes is not None:
+            width = sum(c.stop - c.start for c in columns)
+            at_once = max(1, tile_bytes // (H // K * (rows.stop - rows.start) * width * 4))
+        for part, heads in _parts(batch, K, at_once):
+            yield Step(number, part, heads, rows, columns, masked)
+            number += 1
+
+
+def _seen(request: Request) -> Iterator[tuple[slice, list[bool], list[bool], slice]]:
+    """For each block of queries: its rows, which key blocks it sees at all, which as a whole, and for which rows of the
+    batch this is so. The mask is asked about many blocks at a time, but never about the whole of a long sequence."""
+    B, _, _, L, S, _, _ = request.sizes
+    for start in range(0, L, _QUERIES * _BLOCKS_AT_ONCE):
+        stop = min(L, start + _QUERIES * _BLOCKS_AT_ONCE)
+        bounds = request.bounds(_QUERIES, _KEYS, slice(start, stop))
+        if bounds is None:
+            some = every = [[[True] * -(-S // _KEYS)] * -(-(stop - start) // _QUERIES)]
+        else:
+            some, every = bounds.some.tolist(), bounds.every.tolist()
+        alike = [slice(0, B)] if len(some) == 1 else [slice(b, b + 1) for b in range(B)]
+        for batch, some_of, every_of in zip(alike, some, every, strict=True):
+            for block, (seen, whole) in enumerate(zip(some_of, every_of, strict=True)):
+                first = start + block * _QUERIES
+                yield slice(first, min(stop, first + _QUERIES)), seen, whole, batch
 
 
 def _slices(flags: list[bool], length: int) -> list[slice]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from multihead.kernels.autograd import transform_refusals
 from multihead.plane import Tile
@@ -51,6 +50,9 @@ def tables(request: Request) -> list[str]:
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (B,H,L,V), lse (B,H,L))."""
+    # Imported when used: it brings in the compiler, which takes seconds.
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
     B, H, K, L, S, _, _ = request.sizes
     mask_mod = make_mask_mod(request)
     block_mask = create_block_mask(mask_mod, B, H, L, S, device=request.q.device) if mask_mod is not None else None
@@ -129,4 +131,6 @@ class _Point(Tile):
 
 @cache
 def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)

@@ -25,7 +25,7 @@ _CAUSAL = causal()
 
 # From this many pairs on it pays to ask the mask how much of the plane is visible (docs/performance.md).
 _WORTH_A_PLAN = 2**17
-_BLOCK = 64
+_MOST_BLOCKS = 256  # to a side
 
 
 def refusals(request: Request) -> list[str]:
@@ -50,11 +50,13 @@ def drawbacks(request: Request) -> list[str]:
         return []
     if request.sizes.L * request.sizes.S < _WORTH_A_PLAN:
         return []
-    bounds = request.bounds(_BLOCK, _BLOCK)
+    # Blocks of 64 tokens, and larger ones in long sequences: a rough share is enough, and there must not be too many.
+    block = 64 * -(-max(request.sizes.L, request.sizes.S) // (64 * _MOST_BLOCKS))
+    bounds = request.bounds(block, block)
     assert bounds is not None
     share = float(bounds.some.float().mean())
     if share < 0.7:
-        return [f"it computes all L x S pairs, and {share:.0%} of the blocks of {_BLOCK} x {_BLOCK} hold a visible one"]
+        return [f"it computes all L x S pairs, and {share:.1%} of the blocks of {block} x {block} hold a visible one"]
     return []
 
 

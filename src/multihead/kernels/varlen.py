@@ -7,6 +7,7 @@ tests marked `gpu` run it.
 from __future__ import annotations
 
 import inspect
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,24 +18,22 @@ from multihead.request import Request
 
 NAME = "varlen"
 
-try:
-    from torch.nn.attention import varlen as torch_varlen
-except ImportError:  # torch built without it
-    torch_varlen = None  # type: ignore[assignment]
-
 
 def refusals(request: Request) -> list[str]:
     """Why this kernel can't run the request; empty: it can."""
-    if request.q.device.type != "cuda":
-        return [f"{request.q.device.type}: it exists for CUDA only"]
     reasons = transform_refusals(request)
     B, _, _, L, S, D, V = request.sizes
-    if torch_varlen is None or "window_size" not in inspect.signature(torch_varlen.varlen_attn).parameters:
+    if request.q.device.type != "cuda":
+        reasons.append(f"{request.q.device.type}: it exists for CUDA only")
+    elif not _is_there():
         reasons.append(f"torch {torch.__version__} has no varlen_attn with window_size")
     if request.q.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{request.q.dtype}: it takes float16 and bfloat16")
-    if packed_documents(request.mask) is None:
+    packed = packed_documents(request.mask)
+    if packed is None:
         reasons.append("the mask: it takes documents(...) and causal() & documents(...) of one row")
+    elif not torch.compiler.is_compiling() and not _in_one_piece(packed[0]):
+        reasons.append("the mask: a document is in several pieces, and it is told only where pieces start")
     if B != 1 or L != S or not request.has_default_positions:
         reasons.append("it takes one packed row (B=1, L=S) with default positions")
     if request.bias is not None or request.softcap is not None or request.dropout or request.needs_lse:
@@ -58,6 +57,8 @@ def tables(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is ask
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (1,H,L,V), None)."""
+    from torch.nn.attention.varlen import varlen_attn  # imported when used: it brings in the compiler
+
     packed = packed_documents(request.mask)
     assert packed is not None
     ids, is_causal = packed
@@ -65,7 +66,7 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     longest = int(counts.max())
     q, k, v = (t[0].transpose(0, 1) for t in (request.q, request.k, request.v))  # (1, H, T, D) -> (T, H, D)
-    out = torch_varlen.varlen_attn(
+    out = varlen_attn(
         q,
         k,
         v,
@@ -79,3 +80,17 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None], None
+
+
+@cache
+def _is_there() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch built without it
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def _in_one_piece(ids: Tensor) -> bool:
+    """Whether the tokens of each document stand side by side."""
+    return len(torch.unique_consecutive(ids)) == len(torch.unique(ids))
