@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,9 +260,40 @@ def test_a_refusal_is_a_value_error_with_a_next_step():
 def test_packed_documents_that_come_in_pieces_are_not_for_varlen():
     """It is told where runs of tokens start: two runs of one document would not see each other."""
     q = torch.zeros(1, 2, 6, 16, dtype=torch.bfloat16)
-    whole, pieces = (mh.documents(torch.tensor(ids)) for ids in ([0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0]))
-    said = [set(mh.KERNELS["varlen"].refusals(request_of(q, q, q, mask))) for mask in (whole, pieces)]
-    assert said[0] < said[1], "documents whose tokens are not side by side are not refused"
+    said = []
+    for ids in ([0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0]):
+        for mask in (mh.documents(torch.tensor(ids)), mh.causal() & mh.documents(torch.tensor(ids))):
+            request = request_of(q, q, q, mask)
+            request.q = SimpleNamespace(device=torch.device("cuda"), dtype=q.dtype)  # all that it looks at
+            said.append(set(mh.KERNELS["varlen"].refusals(request)))
+    for whole, pieces in zip(said[:2], said[2:], strict=True):
+        assert whole < pieces, "documents whose tokens do not stand side by side are not refused"
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        mh.causal(),
+        mh.window(left=1) | mh.prefix(torch.zeros(B, dtype=torch.int64)),
+        mh.documents(torch.zeros(S, dtype=torch.int64)),
+        mh.causal() & mh.documents(torch.zeros(B, S, dtype=torch.int64)),
+        mh.lengths(torch.zeros(B, dtype=torch.int64)),
+        ~mh.padding(torch.zeros(S, dtype=torch.bool)),
+        mh.dense(torch.zeros(LONG, LONG, dtype=torch.bool)),
+    ],
+    ids=repr,
+)
+def test_nothing_is_read_on_the_meta_device(mask):
+    """Shapes can be had without numbers, so a choice there may not look at any."""
+    n = LONG if "dense" in repr(mask) else S
+    q, k, v = (t.detach().to("meta") for t in tensors(L=n, S=n, V=V))
+    for options in ({}, {"softcap": 2.0, "dropout": 0.1}):
+        out, lse = mh.attention(q, k, v, mask.to("meta"), return_lse=True, **options)
+        assert out.is_meta
+        assert out.shape == (B, H, n, V)
+        assert lse.shape == (B, H, n)
+    same = mh.attention(q, k, k, mask.to("meta"))
+    assert same.shape == q.shape
 
 
 # lse ------------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def explain(
         training: whether dropout acts and gradients are recorded; by default what the layer is set to (False for
             arguments).
         mask, bias: as in the call, besides the layer's own.
-        device, dtype: of the call; by default those of the layer's parameters (for arguments the CPU and float32).
+        device, dtype: of the call; by default those of the layer's parameters (for arguments the CPU).
 
     Returns:
         An `Explanation`; `print` it.
@@ -81,7 +81,7 @@ def explain(
     S = L if source_length is None else check_size("source_length", source_length, least=0)
     weight = layer.out_proj.weight
     where = torch.device(device) if device is not None else weight.device if is_layer else torch.device("cpu")
-    kind = dtype if dtype is not None else weight.dtype if is_layer else torch.float32
+    kind = dtype if dtype is not None else weight.dtype
     with torch.inference_mode(False), torch.set_grad_enabled(training):  # whatever is recorded around this call
         request = _request(layer, B, L, S, training, mask, bias, where, kind)
         choice = choose(request)

@@ -46,7 +46,7 @@ def refusals(request: Request) -> list[str]:
 
 def drawbacks(request: Request) -> list[str]:
     """Why another kernel should be preferred although this one can."""
-    if request.mask is None or torch.compiler.is_compiling() or _is_square_causal(request):
+    if request.mask is None or torch.compiler.is_compiling() or request.q.is_meta or _is_square_causal(request):
         return []
     if request.sizes.L * request.sizes.S < _WORTH_A_PLAN:
         return []

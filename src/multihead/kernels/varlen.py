@@ -32,8 +32,6 @@ def refusals(request: Request) -> list[str]:
     packed = packed_documents(request.mask)
     if packed is None:
         reasons.append("the mask: it takes documents(...) and causal() & documents(...) of one row")
-    elif not torch.compiler.is_compiling() and not _in_one_piece(packed[0]):
-        reasons.append("the mask: a document is in several pieces, and it is told only where pieces start")
     if B != 1 or L != S or not request.has_default_positions:
         reasons.append("it takes one packed row (B=1, L=S) with default positions")
     if request.bias is not None or request.softcap is not None or request.dropout or request.needs_lse:
@@ -42,6 +40,9 @@ def refusals(request: Request) -> list[str]:
         reasons.append(f"V={V} is not D={D}: it needs them equal")
     if 0 in request.sizes:
         reasons.append("nothing to compute: an axis is empty")
+    # Last, and only if all else is well: it reads data.
+    if packed is not None and not reasons and not torch.compiler.is_compiling() and not _in_one_piece(packed[0]):
+        reasons.append("the mask: a document is in several pieces, and it is told only where pieces start")
     return reasons
 
 
