@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 
 import torch
-from pairs import Run, measure, show
 from torch import Tensor, nn
 
 import multihead as mh
+from pairs import Run, measure, show
 
 E, H = 512, 8
 WINDOW = 256

@@ -7,6 +7,7 @@ is taken and why the others are not.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -20,6 +21,8 @@ from multihead.positions import Position
 from multihead.request import Request, make_request
 
 __all__ = ["KERNELS", "Choice", "KernelRefusal", "attention", "attention_weights", "choose"]
+
+_NOTHING = nullcontext()
 
 
 @overload
@@ -81,47 +84,31 @@ def attention(
 
     Under autocast q, k and v are converted to its dtype, as torch's own attention does.
     """
-    options = (bias, scale, softcap, sinks, dropout, q_positions, k_positions, kernel, return_lse)
     device = q.device.type if isinstance(q, Tensor) else "cpu"
     if device != "meta" and torch.is_autocast_enabled(device):
         q, k, v = _autocast(q, k, v, device)
-        with torch.autocast(device, enabled=False):
-            return _attend(q, k, v, mask, *options)
-    return _attend(q, k, v, mask, *options)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | Tensor | None,
-    bias: Tensor | Position | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    kernel: str | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+        without: AbstractContextManager[object] = torch.autocast(device, enabled=False)
+    else:
+        without = _NOTHING
     if return_lse is not True and return_lse is not False:
         raise bad_type("return_lse", "True or False", return_lse)
-    needs_lse, dtype = return_lse or sinks is not None, q.dtype if isinstance(q, Tensor) else None
-    if sinks is not None and dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu":
+    dtype = q.dtype if isinstance(q, Tensor) else None
+    if sinks is not None and device == "cpu" and dtype in (torch.float16, torch.bfloat16):
         # The kernels compute in float32 there. So does the product with the sinks' share, for one rounding in all.
         q, k, v = _in_float32(q, k, v, dtype)
-    request = make_request(
-        q, k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, reference.attention
-    )
-    if sinks is not None:
-        _check_sinks(sinks, q)
-    chosen = _first(request) if kernel is None else _named(request, kernel)
-    out, lse = chosen.run(request)
-    if sinks is not None:
-        assert lse is not None
-        out, lse = _with_sinks(out, lse, sinks)
-    out = out if out.dtype == dtype else out.to(dtype)
+    with without:
+        needs_lse = return_lse or sinks is not None
+        request = make_request(
+            q, k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, reference.attention
+        )
+        if sinks is not None:
+            _check_sinks(sinks, q)
+        out, lse = (_first(request) if kernel is None else _named(request, kernel)).run(request)
+        if sinks is not None:
+            assert lse is not None
+            out, lse = _with_sinks(out, lse, sinks)
+    if out.dtype != dtype:
+        out = out.to(dtype)
     if q.ndim != 4:
         out = out.reshape(*q.shape[:-1], v.shape[-1])
         lse = lse if lse is None else lse.reshape(q.shape[:-1])
@@ -219,7 +206,7 @@ def choose(request: Request) -> Choice:
 def _first(request: Request) -> Kernel:
     """The first kernel without refusals and drawbacks; if there is none, the first without refusals."""
     able: Kernel | None = None
-    for kernel in KERNELS.values():
+    for kernel in _IN_ORDER:
         if not kernel.refusals(request):
             if not kernel.drawbacks(request):
                 return kernel
@@ -259,7 +246,8 @@ class _Reference:
         return out, lse
 
 
-KERNELS: dict[str, Kernel] = {kernel.NAME: kernel for kernel in (*FAST, _Reference())}
+_IN_ORDER: tuple[Kernel, ...] = (*FAST, _Reference())
+KERNELS: dict[str, Kernel] = {kernel.NAME: kernel for kernel in _IN_ORDER}
 
 
 def _by_definition(request: Request, sinks: Tensor | None) -> reference.Attended:

@@ -60,20 +60,18 @@ class Request:
         scale: float,
         softcap: float | None,
         dropout: float,
-        positions: tuple[Tensor | None, Tensor | None],
+        q_positions: Tensor | None,
+        k_positions: Tensor | None,
         needs_lse: bool,
         definition: Definition,
+        sizes: Sizes,
     ) -> None:
         self.q, self.k, self.v = q, k, v
         self.mask, self.bias, self.scale, self.softcap, self.dropout = mask, bias, scale, softcap, dropout
-        self._positions = positions
-        self.has_default_positions = positions[0] is None and positions[1] is None
-        self.needs_lse = needs_lse
+        self._positions = q_positions, k_positions
+        self.has_default_positions = q_positions is None and k_positions is None
+        self.needs_lse, self.definition, self.sizes = needs_lse, definition, sizes
         self.needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        B, H, L, D = q.shape
-        K, S = k.shape[1], k.shape[2]
-        self.sizes = Sizes(B, H, K, L, S, D, v.shape[3])
-        self.definition = definition
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """q_positions (L,) or (B, L), k_positions (S,) or (B, S)."""
@@ -156,9 +154,8 @@ def make_request(
     Raises:
         ValueError, TypeError: what `attention` documents.
     """
-    q_shape, k_shape, v_shape = _check_inputs(q, k, v)
-    batch, H, L, D = q_shape[:-3], q_shape[-3], q_shape[-2], q_shape[-1]
-    S = k_shape[-2]
+    batch, sizes = _check_inputs(q, k, v)
+    B, H, _, L, S, D, _ = sizes
     if scale is None:
         scale = 1.0 / math.sqrt(D)
     elif not is_number(scale):
@@ -172,23 +169,52 @@ def make_request(
             raise bad_value("softcap", "a number above 0, or None", softcap, "It bounds the scores.")
     if type(dropout) is not float or dropout:
         dropout = check_probability("dropout", dropout)
+    value = None
     if mask is not None or bias is not None or q_positions is not None or k_positions is not None:
-        mask = check_scores(Plane(tuple(batch), H, L, S, q.device), D, mask, bias, q_positions, k_positions)
-        if len(batch) != 1:
-            mask = mask.flattened(tuple(batch)) if mask is not None else None
-            bias = _one_batch_axis(bias, batch, 3) if isinstance(bias, Tensor) else bias
-            q_positions = _one_batch_axis(q_positions, batch, 1) if q_positions is not None else None
-            k_positions = _one_batch_axis(k_positions, batch, 1) if k_positions is not None else None
+        value = check_scores(Plane(tuple(batch), H, L, S, q.device), D, mask, bias, q_positions, k_positions)
     if len(batch) != 1:
-        B = batch.numel()
-        q, k, v = q.reshape(B, *q_shape[-3:]), k.reshape(B, *k_shape[-3:]), v.reshape(B, *v_shape[-3:])
+        axes = torch.Size(batch)
+        q, k, v = (t.reshape(B, *t.shape[-3:]) for t in (q, k, v))
+        value = value.flattened(axes) if value is not None else None
+        bias = _one_batch_axis(bias, axes, 3) if isinstance(bias, Tensor) else bias
+        q_positions = _one_batch_axis(q_positions, axes, 1) if q_positions is not None else None
+        k_positions = _one_batch_axis(k_positions, axes, 1) if k_positions is not None else None
     if isinstance(bias, torch.nn.Module):  # a learned table: its gradient needs the bias as a tensor
         q_at, k_at = default_positions(L, S, q_positions, k_positions, q.device)
         bias = bias.bias(q_at, k_at)
-    return Request(q, k, v, mask, bias, scale, softcap, dropout, (q_positions, k_positions), needs_lse, definition)
+    return Request(
+        q, k, v, value, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, definition, sizes
+    )
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Size, torch.Size]:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[int], Sizes]:
+    """The batch axes and the sizes of a call, checked."""
+    _check_kinds(q, k, v)
+    (*q_batch, H, L, D), (*k_batch, K, S, k_width), (*v_batch, v_heads, v_length, V) = q.shape, k.shape, v.shape
+    if q_batch != k_batch or q_batch != v_batch:
+        got = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        instead = "To share keys over a batch expand them first: k.expand(B, -1, -1, -1) makes no copy."
+        raise bad_value("q, k, v", "the same batch axes, (*batch, H, L, D), (*batch, K, S, D)", got, "", instead)
+    if v_heads != K or v_length != S:
+        raise bad_value("v", f"(*batch, K, S, V) with K={K}, S={S}", describe(v), "Each key has one value.")
+    if k_width != D:
+        otherwise = "Scores are dot products of a query with a key."
+        raise bad_value("k", f"(*batch, K, S, D) with D={D} as in q", describe(k), otherwise)
+    if D == 0:
+        raise bad_value("q", "(*batch, H, L, D) with D of at least 1", describe(q))
+    if H != K and (K == 0 or H % K):
+        otherwise = "Query heads could not be shared evenly among the key/value heads."
+        instead = "Layout is (*batch, heads, length, width): is an axis transposed?"
+        raise bad_value("k", f"(*batch, K, S, D) with K a divisor of H={H}", describe(k), otherwise, instead)
+    return q_batch, Sizes(math.prod(q_batch), H, K, L, S, D, V)
+
+
+def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Three floating point tensors of one dtype on one device, with three axes at least."""
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
+        if alike and q.ndim >= 3 and k.ndim >= 3 and v.ndim >= 3:
+            return
     for name, form, tensor in (
         ("q", "(*batch, H, L, D)", q),
         ("k", "(*batch, K, S, D)", k),
@@ -202,32 +228,11 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, torch.Si
         if tensor.ndim < 3:
             instead = "For one head insert the axis with [..., None, :, :]."
             raise bad_value(name, f"at least three axes, {form}", describe(tensor), "", instead)
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if k.dtype != q.dtype or v.dtype != q.dtype:
         got = f"q {q.dtype}, k {k.dtype}, v {v.dtype}"
         raise bad_type("q, k, v", "one dtype", got, "", "Convert them with .to(q.dtype).")
-    device = q.device
-    if k.device != device or v.device != device:
-        got = f"q on {device}, k on {k.device}, v on {v.device}"
-        raise bad_value("q, k, v", "one device", got, "", "Move them with .to(q.device).")
-    batch = q_shape[:-3]
-    if k_shape[:-3] != batch or v_shape[:-3] != batch:
-        got = f"{tuple(q_shape)}, {tuple(k_shape)}, {tuple(v_shape)}"
-        instead = "To share keys over a batch expand them first: k.expand(B, -1, -1, -1) makes no copy."
-        raise bad_value("q, k, v", "the same batch axes, (*batch, H, L, D), (*batch, K, S, D)", got, "", instead)
-    (H, _, D), (K, S, k_width), (v_heads, v_length, _) = q_shape[-3:], k_shape[-3:], v_shape[-3:]
-    if v_heads != K or v_length != S:
-        raise bad_value("v", f"(*batch, K, S, V) with K={K}, S={S}", describe(v), "Each key has one value.")
-    if k_width != D:
-        otherwise = "Scores are dot products of a query with a key."
-        raise bad_value("k", f"(*batch, K, S, D) with D={D} as in q", describe(k), otherwise)
-    if D == 0:
-        raise bad_value("q", "(*batch, H, L, D) with D of at least 1", describe(q))
-    if H != K and (K == 0 or H % K):
-        otherwise = "Query heads could not be shared evenly among the key/value heads."
-        instead = "Layout is (*batch, heads, length, width): is an axis transposed?"
-        raise bad_value("k", f"(*batch, K, S, D) with K a divisor of H={H}", describe(k), otherwise, instead)
-    return q_shape, k_shape, v_shape
+    got = f"q on {q.device}, k on {k.device}, v on {v.device}"
+    raise bad_value("q, k, v", "one device", got, "", "Move them with .to(q.device).")
 
 
 def check_scores(
