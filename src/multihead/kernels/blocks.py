@@ -26,6 +26,7 @@ NAME = "blocks"
 
 _QUERIES, _KEYS = 64, 16  # to a block: measured best for windows and documents
 _BLOCKS_AT_ONCE = 64
+_SPAN = 2**16  # pairs that the mask of neighbouring tiles is asked about at a time
 _TILE_BYTES = 2**19  # of scores that plain tiles work on at a time: about one core's second-level cache
 
 
@@ -60,7 +61,7 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     bias = request.bias if isinstance(request.bias, Tensor) else None
     nothing = request.q.new_empty(0)  # autograd keeps the tensors, so that it can watch over them
     shell = request.with_tensors(nothing, nothing, nothing, request.bias if bias is None else nothing)
-    job = _Job(shell, tuple(_plan(request, None if fused else _TILE_BYTES)), seed, fused)
+    job = _Job(shell, _plan(request, None if fused else _TILE_BYTES), seed, fused)
     return _Blocks.apply(request.q, request.k, request.v, bias, job)
 
 
@@ -68,7 +69,7 @@ class _Job(NamedTuple):
     """What forward and backward share."""
 
     request: Request  # without its tensors
-    steps: tuple[Step, ...]
+    steps: list[Step]
     seed: int | None  # of the dropout
     fused: bool
 
@@ -77,10 +78,10 @@ class _Job(NamedTuple):
         return (FusedTiles if self.fused else PlainTiles)(request, self.seed, careful)
 
 
-def _plan(request: Request, tile_bytes: int | None) -> Iterator[Step]:
+def _plan(request: Request, tile_bytes: int | None) -> list[Step]:
     """The tiles that hold something visible; None for the bytes: all heads at once."""
     _, H, K, _, S, _, _ = request.sizes
-    number = 0
+    steps: list[Step] = []
     for rows, seen, whole, batch in _seen(request):
         columns = _slices(seen, S)
         if not columns:
@@ -90,9 +91,31 @@ def _plan(request: Request, tile_bytes: int | None) -> Iterator[Step]:
         if tile_bytes is not None:
             width = sum(c.stop - c.start for c in columns)
             at_once = max(1, tile_bytes // (H // K * (rows.stop - rows.start) * width * 4))
+        span = rows, slice(columns[0].start, columns[-1].stop)
         for part, heads in _parts(batch, K, at_once):
-            yield Step(number, part, heads, rows, columns, masked)
-            number += 1
+            steps.append(Step(len(steps), part, heads, rows, columns, masked, span))
+    return _with_spans(steps)
+
+
+def _with_spans(steps: list[Step]) -> list[Step]:
+    """Give neighbouring tiles one span, as long as a table of it stays small."""
+    done: list[Step] = []
+    group: list[Step] = []
+    for step in steps:
+        if group and group[-1].batch == step.batch:
+            span = _around(group[-1].span, step.span)
+            if (span[0].stop - span[0].start) * (span[1].stop - span[1].start) <= _SPAN:
+                group = [one._replace(span=span) for one in (*group, step)]
+                continue
+        done += group
+        group = [step]
+    return done + group
+
+
+def _around(a: tuple[slice, slice], b: tuple[slice, slice]) -> tuple[slice, slice]:
+    """The rectangle around two."""
+    rows, columns = (slice(min(x.start, y.start), max(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return rows, columns
 
 
 def _seen(request: Request) -> Iterator[tuple[slice, list[bool], list[bool], slice]]:
@@ -171,7 +194,7 @@ class _Blocks(torch.autograd.Function):
         return *(None if g is None else g.to(q.dtype) for g in grads), None
 
 
-def _forward(tiles: Tiles, steps: tuple[Step, ...]) -> tuple[Tensor, Tensor]:
+def _forward(tiles: Tiles, steps: list[Step]) -> tuple[Tensor, Tensor]:
     B, H, _, L, _, _, V = tiles.request.sizes
     out = tiles.v.new_zeros(B, L, H, V).transpose(1, 2)  # the layout in which heads are joined without a copy
     lse = tiles.v.new_full((B, H, L), -math.inf)
@@ -184,7 +207,7 @@ def _forward(tiles: Tiles, steps: tuple[Step, ...]) -> tuple[Tensor, Tensor]:
 
 def _backward(
     tiles: Tiles,
-    steps: tuple[Step, ...],
+    steps: list[Step],
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,

@@ -35,6 +35,9 @@ class Step(NamedTuple):
     rows: slice
     columns: list[slice]  # of the keys, in order and apart
     masked: list[tuple[slice, slice]]  # where the mask must be asked: (place among the n gathered keys, place in S)
+    span: tuple[
+        slice, slice
+    ]  # rows and columns that hold this and the neighbouring tiles: one question for all of them
 
     @property
     def width(self) -> int:
@@ -46,14 +49,6 @@ class Gradients(NamedTuple):
     k: Tensor  # (b, k, n, D)
     v: Tensor  # (b, k, n, V)
     scores: Tensor | None  # (b, k, G, l, n), which is the gradient of a bias; None from the fused operation
-
-
-class _Gathered(NamedTuple):
-    q: Tensor  # (b, k, G, l, D)
-    k: Tensor  # (b, k, n, D)
-    v: Tensor  # (b, k, n, V)
-    hidden: list[tuple[slice, Tensor]]  # place among the n keys, bool (b or 1, k or 1, G or 1, l or 1, width)
-    added: list[tuple[slice, Tensor]]  # likewise: the bias
 
 
 class Tiles(ABC):
@@ -84,41 +79,27 @@ class Tiles(ABC):
     def by_group(self, tensor: Tensor) -> Tensor:  # (B, H, L, ...) -> (B, K, G, L, ...)
         return tensor.unflatten(1, (self.request.sizes.K, -1))
 
+    def of_batch(self, table: Tensor, step: Step) -> Tensor:  # (B or 1, ...) -> (b or 1, ...)
+        return table[step.batch] if table.shape[0] == self.request.sizes.B else table
+
     def of_heads(self, table: Tensor, step: Step) -> Tensor:  # (B or 1, H or 1, l, n) -> (b or 1, k or 1, G or 1, l, n)
-        B, H, K, *_ = self.request.sizes
-        table = table[step.batch] if table.shape[0] == B else table
-        return table.unflatten(1, (K, -1))[:, step.heads] if table.shape[1] == H else table[:, :, None]
+        table = self.of_batch(table, step)
+        if table.shape[1] != self.request.sizes.H:
+            return table[:, :, None]
+        return self.by_group(table)[:, step.heads]
 
-    def _gather(self, step: Step) -> _Gathered:
-        q = self.q[step.batch, step.heads, :, step.rows]
-        k, v = self._columns(self.k, step), self._columns(self.v, step)
-        hidden, added = [], []
-        for place, columns in step.masked:
-            visible = self.request.visible(step.rows, columns)
-            assert visible is not None
-            hidden.append((place, ~self.of_heads(visible, step)))
-        if self.careful:
-            k, v = k.clone(), v.clone()
-            for place, where in hidden:
-                unseen = where.expand(-1, -1, -1, q.shape[3], -1).all(3).all(2)[..., None]  # (b or 1, k or 1, width, 1)
-                k[:, :, place].masked_fill_(unseen, 0.0)
-                v[:, :, place].masked_fill_(unseen, 0.0)
-        start = 0
-        for columns in step.columns if self.request.bias is not None else ():
-            bias = self.request.added(step.rows, columns)
-            place = slice(start, start + columns.stop - columns.start)
-            if bias is not None:
-                added.append((place, self.of_heads(bias, step)))
-            start = place.stop
-        return _Gathered(q, k, v, hidden, added)
-
-    def _columns(self, tensor: Tensor, step: Step) -> Tensor:  # (B, K, S, X) -> (b, k, n, X)
+    def columns(self, tensor: Tensor, step: Step) -> Tensor:  # (B, K, S, X) -> (b, k, n, X)
         parts = [tensor[step.batch, step.heads, columns] for columns in step.columns]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 class FusedTiles(Tiles):
     """Tiles by PyTorch's fused CPU operation. Their steps take all heads."""
+
+    def __init__(self, request: Request, seed: int | None, careful: bool) -> None:
+        super().__init__(request, seed, careful)
+        self._asked: tuple[slice, tuple[slice, slice]] | None = None  # rows of the batch and span of the last question
+        self._answer = self.q  # to it: mask and bias as one tensor to add
 
     def attend(self, step: Step) -> tuple[Tensor, Tensor]:
         q, k, v, added = self._operands(step)
@@ -130,36 +111,40 @@ class FusedTiles(Tiles):
     def gradients(self, step: Step, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
         q, k, v, added = self._operands(step)
         d_lse = None if grad_lse is None else grad_lse.flatten(1, 2)
+        flat = [t.flatten(1, 2) for t in (grad_out, out, lse)]
         d_q, d_k, d_v = flash_cpu.backward(
-            grad_out.flatten(1, 2),
-            d_lse,
-            q,
-            k,
-            v,
-            out.flatten(1, 2),
-            lse.flatten(1, 2),
-            added,
-            False,
-            self.request.scale,
-        )
+            flat[0], d_lse, q, k, v, flat[1], flat[2], added, False, self.request.scale
+        )  # fmt: skip
         return Gradients(self.by_group(d_q), d_k, d_v, None)
 
     def _operands(self, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q (b, H, l, D), k, v, and mask and bias as one tensor to add (b or 1, H or 1, l, n)."""
-        q_grouped, k, v, hidden, added = self._gather(step)
-        q = q_grouped.flatten(1, 2)
-        if not hidden and not added:
+        q = self.request.q[step.batch, :, step.rows].to(self.wide)
+        k, v = self.columns(self.k, step), self.columns(self.v, step)
+        if not step.masked and self.request.bias is None:
             return q, k, v, None
-        pieces = [part.shape for _, part in (*hidden, *added)]
-        axes = [max(shape[axis] for shape in pieces) for axis in range(3)]
-        if axes[1] != axes[2] == 1 or axes[2] != axes[1] == 1:  # one axis for the heads: both parts of it, or none
-            axes[1:] = q_grouped.shape[1:3]
-        table = q.new_zeros(*axes, q.shape[2], k.shape[2])
-        for place, part in added:
-            table[..., place] += part
-        for place, part in hidden:
-            table[..., place].masked_fill_(part, -math.inf)
-        return q, k, v, table.flatten(1, 2)
+        table, (rows, first) = self._table(step), (step.span[0].start, step.span[1].start)
+        lines = table[:, :, step.rows.start - rows : step.rows.stop - rows]
+        parts = [lines[..., c.start - first : c.stop - first] for c in step.columns]
+        added = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if self.careful:
+            unseen = (added == -math.inf).all(-2)  # (b or 1, H or 1, n)
+            if unseen.shape[1] == self.request.sizes.H:
+                unseen = self.by_group(unseen).all(2)
+            k, v = k.masked_fill(unseen[..., None], 0.0), v.masked_fill(unseen[..., None], 0.0)
+        return q, k, v, added
+
+    def _table(self, step: Step) -> Tensor:
+        """Mask and bias of the step's span as one tensor to add (b or 1, H or 1, rows, columns)."""
+        if self._asked != (step.batch, step.span):
+            rows, columns = step.span
+            visible, bias = self.request.visible(rows, columns), self.request.added(rows, columns)
+            table = self.q.new_zeros(()) if bias is None else self.of_batch(bias, step).to(self.wide)
+            if visible is not None:
+                table = torch.where(self.of_batch(visible, step), table, -math.inf)
+            size = rows.stop - rows.start, columns.stop - columns.start
+            self._asked, self._answer = (step.batch, step.span), table.expand(*table.shape[:2], *size)
+        return self._answer
 
 
 class PlainTiles(Tiles):
@@ -211,17 +196,32 @@ class PlainTiles(Tiles):
 
     def _scores(self, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """q (scaled), k, v, the masked scores (b, k, G, l, n), and the softcap's slope at each."""
-        q, k, v, hidden, added = self._gather(step)
-        q, slope = q * self.request.scale, None
+        q = self.q[step.batch, step.heads, :, step.rows] * self.request.scale
+        k, v = self.columns(self.k, step), self.columns(self.v, step)
         scores = (_by_key_head(q) @ k.transpose(-1, -2)).unflatten(2, q.shape[2:4])
+        slope = None
         if self.request.softcap is not None:
             bounded = scores.div_(self.request.softcap).tanh_()
             slope = 1 - bounded.square()
             scores = bounded * self.request.softcap
-        for place, part in added:
-            scores[..., place] += part
-        for place, part in hidden:
-            scores[..., place].masked_fill_(part, -math.inf)
+        start = 0
+        for columns in step.columns if self.request.bias is not None else ():
+            place = slice(start, start + columns.stop - columns.start)
+            bias = self.request.added(step.rows, columns)
+            if bias is not None:
+                scores[..., place] += self.of_heads(bias, step)
+            start = place.stop
+        if self.careful:
+            k, v = k.clone(), v.clone()
+        for place, columns in step.masked:
+            visible = self.request.visible(step.rows, columns)
+            assert visible is not None
+            hidden = ~self.of_heads(visible, step)  # (b or 1, k or 1, G or 1, l or 1, width)
+            scores[..., place].masked_fill_(hidden, -math.inf)
+            if self.careful:
+                unseen = hidden.expand(-1, -1, -1, q.shape[3], -1).all(3).all(2)[..., None]
+                k[:, :, place].masked_fill_(unseen, 0.0)
+                v[:, :, place].masked_fill_(unseen, 0.0)
         return q, k, v, scores, slope
 
 
