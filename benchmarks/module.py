@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import multihead as mh
 from pairs import Run, measure, show
@@ -33,30 +33,30 @@ def layers(dropout: float = 0.0) -> tuple[mh.Attention, nn.MultiheadAttention]:
     return ours, theirs
 
 
-def cases(T: int) -> dict[str, tuple[Run, Run]]:
-    """What is measured, by name: (ours, theirs)."""
-    x = torch.randn(1, T, E)
-    i = torch.arange(T)
-    hidden = i[:, None] < i
-    windowed = hidden | (i[:, None] - i >= WINDOW)
+CASES: dict[str, tuple[bool, str, float, bool]] = {  # training, mask, dropout, weights
+    "eval": (False, "none", 0.0, False),
+    "eval, causal": (False, "causal", 0.0, False),
+    "eval, weights": (False, "none", 0.0, True),
+    "training": (True, "none", 0.0, False),
+    "training, causal": (True, "causal", 0.0, False),
+    "training, causal, dropout 0.1": (True, "causal", 0.1, False),
+    f"training, window of {WINDOW}": (True, "window", 0.0, False),
+}
 
-    def pair(train: bool, mask: mh.Mask | None, table: Tensor | None, dropout: float = 0.0, weights: bool = False):
-        ours, theirs = (layer.train(train) for layer in layers(dropout))
-        their = {"need_weights": weights, "attn_mask": table}
-        return (
-            _run(train, lambda: ours(x, mask=mask, weights=weights), weights),
-            _run(train, lambda: theirs(x, x, x, **their), True),
-        )
 
-    return {
-        "eval": pair(False, None, None),
-        "eval, causal": pair(False, mh.causal(), hidden),
-        "eval, weights": pair(False, None, None, weights=True),
-        "training": pair(True, None, None),
-        "training, causal": pair(True, mh.causal(), hidden),
-        "training, causal, dropout 0.1": pair(True, mh.causal(), hidden, dropout=0.1),
-        f"training, window of {WINDOW}": pair(True, mh.window(left=WINDOW - 1, right=0), windowed),
-    }
+def case(name: str, T: int) -> tuple[Run, Run]:
+    """What is measured: (ours, theirs)."""
+    train, kind, dropout, weights = CASES[name]
+    x, i = torch.randn(1, T, E), torch.arange(T)
+    ours, theirs = (layer.train(train) for layer in layers(dropout))
+    table = None if kind == "none" else i[:, None] < i
+    if kind == "window":
+        table = table | (i[:, None] - i >= WINDOW)
+    mask = {"none": None, "causal": mh.causal(), "window": mh.window(left=WINDOW - 1, right=0)}[kind]
+    return (
+        _run(train, lambda: ours(x, mask=mask, weights=weights), weights),
+        _run(train, lambda: theirs(x, x, x, need_weights=weights, attn_mask=table), True),
+    )
 
 
 def _run(train: bool, call: Callable[[], object], is_pair: bool) -> Run:
@@ -78,9 +78,9 @@ def peak(side: str, name: str, T: int) -> float:
 
 def child(side: str, name: str, T: int) -> None:
     torch.set_num_threads(1)
-    small = cases(16)
-    small[name][0](), small[name][1]()  # libraries are loaded in every process
-    ours, theirs = cases(T)[name]
+    for run in case(name, 16):  # libraries are loaded in every process
+        run()
+    ours, theirs = case(name, T)
     if side != "none":
         (ours if side == "ours" else theirs)()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -94,10 +94,11 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, 1 x T x {E}, {H} heads, one thread")
     print("| call | T | torch | multihead | ratio | memory, torch | memory, multihead |\n|---|---|---|---|---|---|---|")
     for T in args.lengths:
-        for name, (ours, theirs) in cases(T).items():
+        for name in CASES:
+            ours, theirs = case(name, T)
             found = measure(ours, theirs, seconds=args.seconds, threads=1)
             none = peak("none", name, T)
-            memory = [f"{peak(side, name, T) - none:.0f} MiB" for side in ("theirs", "ours")]
+            memory = [f"{max(0, peak(side, name, T) - none):.0f} MiB" for side in ("theirs", "ours")]
             times = f"{show(found.theirs)} | {show(found.ours)} | {found.ratio:.2f}"
             print(f"| {name} | {T} | {times} | {' | '.join(memory)} |", flush=True)
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from multihead import ALiBi, Attention, RelativeBias, Rotary, T5Bias, causal, dense, lengths, padding, window
+from multihead import ALiBi, Attention, RelativeBias, Rotary, T5Bias, causal, dense, explain, lengths, padding, window
 
 B, H, K, L, S, D, E = 2, 6, 3, 5, 7, 11, 66  # E = H D
 OTHERS = {"head_dim": 13, "value_dim": 17, "kdim": 19, "vdim": 23, "out_dim": 29}
@@ -991,3 +991,19 @@ def test_compiled_in_one_graph(name):
     if not isinstance(out, tuple):
         out, expected = (out,), (expected,)
     agree(layer, inputs, out, expected)
+
+
+def test_a_position_keeps_its_table():
+    """It may be shared by a stack of layers, or loaded before. Only an explicit reset draws it anew."""
+    table = T5Bias(3)
+    torch.nn.init.constant_(table.weight, 7.0)
+    layer = Attention(6, 3, position=table)
+    explain({"embed_dim": 6, "num_heads": 3, "position": table}, length=5)
+    assert (table.weight == 7.0).all()
+    layer.reset_parameters()
+    assert not (table.weight == 7.0).any()
+
+
+def test_the_mask_of_a_layer_stays_on_its_device():
+    layer = Attention(6, 3, mask=padding(torch.ones(5).bool())).to("meta")
+    assert layer.half().mask.keep.device.type == "meta"

@@ -201,3 +201,96 @@ def test_inputs_and_masks_stay_as_they_were():
         mh.attention(q, k, v, mask, bias=bias, kernel=kernel)
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v, bias, ids, keep), strict=True))
     assert case.told  # a case tells what it is, so that a failure can be repeated
+
+
+KERNELS = ("reference", "sdpa", "blocks")
+
+
+def _leaves(*shapes):
+    torch.manual_seed(11)
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"dropout": 0.0}, {"sinks": torch.zeros(2).double()}], ids=str)
+def test_hidden_garbage_leaves_every_option_s_gradients_alone(options):
+    """Also where a softcap has a slope at each score, and in a query that sees nothing."""
+    visible = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])
+    answers = []
+    for junk in (0.0, float("nan"), float("inf")):
+        for kernel in (*KERNELS, None):
+            q, k, v = _leaves((1, 2, 3, 5), (1, 2, 3, 5), (1, 2, 3, 5))
+            with torch.no_grad():
+                q[:, :, 1], k[:, :, 2], v[:, :, 2] = junk, junk, junk
+            try:
+                out = mh.attention(q, k, v, visible, kernel=kernel, **options)
+            except mh.KernelRefusal:
+                continue
+            answers.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+            assert_within_budget(answers[-1], answers[0], None, f"{junk} {kernel}", ["out", "dq", "dk", "dv"])
+    assert len(answers) >= 9
+
+
+def test_the_lowest_numbers_in_a_bias_hide():
+    """finfo.min where -inf is meant: https://github.com/huggingface/transformers/issues/32390"""
+    q, k, v = _leaves((1, 2, 3, 5), (1, 2, 3, 5), (1, 2, 3, 5))
+    hidden = torch.tensor([[False, True, True], [True, True, True], [False, False, True]])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        bias = torch.zeros(3, 3, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+        for kernel in KERNELS:
+            out = mh.attention(q, k, v, bias=bias, kernel=kernel)
+            want = mh.attention(q, k, v, ~hidden, kernel=kernel)
+            assert_within_budget([out], [want], None, f"{dtype} {kernel}", ["out"])
+    assert torch.equal(
+        mh.attention_weights(q, k, bias=bias).sum(-1).round(), (~hidden).any(-1).double().expand(1, 2, 3)
+    )
+
+
+def test_large_biases_keep_rows_a_softmax():
+    q, k, _ = _leaves((1, 1, 3, 5), (1, 1, 3, 5), (1, 1, 3, 5))
+    weights = mh.attention_weights(q.float(), k.float(), bias=torch.full((3, 3), -1e6))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 1, 3), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["mask", "positions"])
+def test_what_blocks_reads_again_must_not_have_changed(change):
+    q, k, v = _leaves((1, 2, 5, 3), (1, 2, 5, 3), (1, 2, 5, 3))
+    keep, places = torch.tensor([[True, True, True, False, False]]), torch.arange(5)
+    mask = mh.padding(keep) & mh.causal()
+    out = mh.attention(q, k, v, mask, q_positions=places, k_positions=torch.arange(5), kernel="blocks")
+    (keep.logical_not_ if change == "mask" else places.neg_)()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_position_that_learns_gets_its_gradient():
+    class Slope(mh.Position):
+        biases = True
+
+        def __init__(self):
+            self.slope = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+        def bias(self, q_positions, k_positions):
+            return self.slope * (q_positions[:, None] - k_positions).double()[None]
+
+    q, k, v = _leaves((1, 2, 5, 3), (1, 2, 5, 3), (1, 2, 5, 3))
+    found = []
+    for kernel in ("reference", None):
+        slope = Slope()
+        found += torch.autograd.grad(mh.attention(q, k, v, bias=slope, kernel=kernel).square().sum(), slope.slope)
+    assert_within_budget([found[1]], [found[0]], None, "slope", ["slope"])
+    assert found[0].abs() > 1e-3
+
+
+def test_each_gradient_has_the_dtype_of_its_input():
+    q, k, v = (t.detach().bfloat16().requires_grad_() for t in _leaves(*[(1, 2, 5, 3)] * 3))
+    bias = torch.randn(5, 5, requires_grad=True)
+    gradient = torch.autograd.grad(mh.attention(q, k, v, bias=bias).float().square().sum(), bias)[0]
+    assert gradient.dtype == torch.float32
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
+def test_changing_the_output_of_blocks_in_place_is_torch_s_usual_error():
+    q, k, v = _leaves((1, 2, 5, 3), (1, 2, 5, 3), (1, 2, 5, 3))
+    out = mh.attention(q, k, v, kernel="blocks").mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -64,14 +64,14 @@ def attention(
         mask: who may see whom: `causal()`, `window(left=255, right=0)`, `lengths(n)` ... joined by & | ~, or a bool
             tensor that broadcasts to (*batch, H, L, S). True = may attend. A query that sees nothing gives zeros.
         bias: added to the scores after the softcap: a tensor that broadcasts to (*batch, H, L, S), or a position that
-            biases scores, such as `ALiBi(H)`.
+            biases scores, such as `ALiBi(H)`. -inf and the lowest numbers of its dtype (below half of finfo.min) hide.
         scale: of the scores; by default 1 / sqrt(D).
         softcap: bounds the scores to -softcap .. softcap by softcap * tanh(scores / softcap), before bias and mask.
         sinks: (H,), a logit for each head that takes a share of the softmax and adds no value.
         dropout: the share of weights that is dropped, here and now: a function has no train or eval mode.
         q_positions, k_positions: where the tokens stand, (L,) and (S,) or (*batch, L) and (*batch, S). Causal, window,
             prefix and biases follow them. By default the queries are the last L of the S keys.
-        kernel: the name of one in `KERNELS`, to have that one or an error; by default the first that can.
+        kernel: the name of one in `KERNELS`, to have that one or an error; by default the best that can.
         return_lse: also give the log of the softmax's denominator (sinks included).
 
     Returns:
@@ -255,7 +255,8 @@ def _by_definition(request: Request, sinks: Tensor | None) -> reference.Attended
     dropout_mask = None
     if request.dropout:
         B, H, _, L, S, _, _ = request.sizes
-        dropout_mask = torch.nn.functional.dropout(request.q.new_ones(B, H, L, S), request.dropout)
+        wide = torch.promote_types(request.q.dtype, torch.float32)
+        dropout_mask = torch.nn.functional.dropout(request.q.new_ones(B, H, L, S, dtype=wide), request.dropout)
     return reference.attention(
         request.q,
         request.k,

@@ -148,7 +148,7 @@ def _demo(
 _EXPLAIN_HELP = "\n\n".join(
     (
         "Tell which kernel an attention layer will take and why not the others, and its steps with their shapes.",
-        "Nothing is computed, so sizes may be as large as you like. [bold]can't[/]: the kernel has no way to do it. "
+        "Nothing is computed, so large sizes cost nothing. [bold]can't[/]: the kernel has no way to do it. "
         "[bold]not taken[/]: it could, and another is better.",
     )
 )
@@ -204,6 +204,12 @@ def _explain(
     device: Annotated[str, typer.Option(help="Where it would run: cpu, cuda ...")] = "cpu",
 ) -> None:
     try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not have
+        _refuse(f"--device: {device} can't be used: {str(error).splitlines()[0]}")
+    try:
+        if causal and right is not None:
+            _refuse("--right: expected none with --causal, which shows no token after the own one. Leave one out.")
         is_window = left is not None or right is not None
         mask = window(left=left, right=0 if causal else right) if is_window else causal_mask() if causal else None
         made: Position | None = None
@@ -229,8 +235,8 @@ def _explain(
         )
     except (TypeError, ValueError) as error:
         _refuse(str(error))
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not have
-        _refuse(f"--device: {device} can't be used: {str(error).splitlines()[0]}")
+    except RuntimeError as error:  # such as sizes past what a tensor can have
+        _refuse(str(error).splitlines()[0])
     typer.echo(str(found))
 
 

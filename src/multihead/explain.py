@@ -57,7 +57,7 @@ def explain(
 ) -> Explanation:
     """Which kernel a call of a layer will take, which others were refused and why, and the steps with their shapes.
 
-    It asks the same kernels in the same way as the call itself, and computes nothing: sizes may be of any size.
+    It asks the same kernels in the same way as the call itself, and computes nothing, however large the sizes.
 
     Args:
         subject: a layer, or the arguments of one: `{"embed_dim": 512, "num_heads": 8, "num_kv_heads": 2}`.

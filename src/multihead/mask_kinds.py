@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 
 class Mask(ABC):
-    """Who may see whom. Make one with the functions of this file, not with the classes."""
+    """Who may see whom. Make one with the functions of `masks.py`, not with the classes."""
 
     @abstractmethod
     def visible(self, tile: Tile) -> Tensor:
@@ -65,6 +65,8 @@ class Mask(ABC):
             if tensor.ndim <= own:
                 return tensor
             own_shape = tensor.shape[tensor.ndim - own :]
+            if all(size == 1 for size in tensor.shape[: tensor.ndim - own]):
+                return tensor.reshape(1, *own_shape)
             return tensor.expand(*batch, *own_shape).reshape(torch.Size(batch).numel(), *own_shape)
 
         return self._map(flatten)

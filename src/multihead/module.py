@@ -116,7 +116,7 @@ class Attention(Projections):
         self.gate_proj = nn.Linear(embed_dim, heads_width, bias, **make) if gate else None
         self.out_proj = nn.Linear(heads_width, self.out_dim, bias if out_bias is None else out_bias, **make)
         self.out_dropout = nn.Dropout(out_dropout)
-        self.reset_parameters()
+        self._reset_own_parameters()  # not those of a position: it may be shared with other layers, or loaded
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew.
@@ -124,6 +124,12 @@ class Attention(Projections):
         Matrices are Xavier-uniform, each of q, k, v for itself, so that packed and split layouts have one law, and with
         one seed the same numbers; biases and sinks 0, norms 1, a learned position by its own law.
         """
+        self._reset_own_parameters()
+        reset: Callable[[], None] | None = getattr(self.position, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+    def _reset_own_parameters(self) -> None:
         for projection, rows in self.rows_by_part().values():
             nn.init.xavier_uniform_(projection.weight[rows])
         for projection in filter(None, (self.gate_proj, self.out_proj)):
@@ -131,10 +137,8 @@ class Attention(Projections):
         for module in self.children():
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.RMSNorm | Position):
-                reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
-                if reset is not None:
-                    reset()
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -211,7 +215,8 @@ class Attention(Projections):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
         super()._apply(fn, recurse)
         if self.mask is not None and self.mask.tensors():  # no parameters, but they go where the parameters go
-            self.mask = self.mask.to(fn(torch.empty(0)).device)
+            at = next(iter(self.mask.tensors().values())).device
+            self.mask = self.mask.to(fn(torch.empty(0, device=at)).device)
         return self
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -259,8 +264,9 @@ class Attention(Projections):
         names = ("positions", "positions") if key is query else ("positions[0]", "positions[1]")
         whole = check_scores(plane, self.head_dim, mask, bias, q_positions, k_positions, names)
         if self.mask is not None:
-            self.mask.check(plane)
-            whole = self.mask if whole is None else self.mask & whole
+            own = as_mask(self.mask)
+            own.check(plane)
+            whole = own if whole is None else own & whole
         if self.position is None or not self.position.biases:
             return whole, bias
         if bias is None:

@@ -26,8 +26,9 @@ def default_positions(
 
 
 def _wide(positions: Tensor) -> Tensor:
-    """Whole numbers as int64: the distance of two narrow ones could wrap around."""
-    return positions if positions.is_floating_point() else positions.to(torch.int64)
+    """Whole numbers as int64, others in float32 at least: a distance of two narrow ones could wrap around, or round."""
+    wide = torch.promote_types(positions.dtype, torch.float32) if positions.is_floating_point() else torch.int64
+    return positions.to(wide)
 
 
 class Plane:
@@ -45,7 +46,8 @@ class Plane:
         """One number for each row of the batch: (*batch), or one for all."""
         if not isinstance(tensor, Tensor):
             return
-        self._check_device(argument, tensor)
+        if tensor.device.type != "cpu":  # a few counts on the CPU go with every device
+            self._check_device(argument, tensor)
         self._check_batch(argument, tensor, tuple(tensor.shape), "()", "(*batch)")
 
     def check_tokens(self, argument: str, tensor: Tensor, axis: str) -> None:
@@ -119,7 +121,7 @@ class Tile:
         self.rows, self.columns = rows, columns
 
     def per_row(self, number: int | Tensor) -> int | Tensor:  # (*batch) -> (*batch, 1, 1, 1)
-        return number[..., None, None, None] if isinstance(number, Tensor) else number
+        return number.to(self.k_positions.device)[..., None, None, None] if isinstance(number, Tensor) else number
 
     def per_query(self, tensor: Tensor) -> Tensor:  # (*batch, L) -> (*batch, 1, rows, 1)
         part = tensor[..., self.rows]
@@ -168,7 +170,7 @@ class Blocks:
         self.q_size, self.k_size = q_size, k_size
 
     def per_row(self, number: int | Tensor) -> int | Tensor:  # (*batch) -> (*batch, 1, 1)
-        return number[..., None, None] if isinstance(number, Tensor) else number
+        return number.to(self.k_positions.device)[..., None, None] if isinstance(number, Tensor) else number
 
     def q_range(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Least and greatest value in each block of queries: (*batch, L) -> two of (*batch, nQ, 1)."""

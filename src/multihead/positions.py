@@ -71,6 +71,15 @@ class Position:
         check_size("head_dim", head_dim)
 
 
+def without_lowest(bias: Tensor) -> Tensor:
+    """A bias with -inf in place of the lowest numbers of its dtype.
+
+    Models write `torch.finfo(dtype).min` where they mean -inf. Added to a score it swallows all digits of it, so that a
+    row of nothing else would be neither hidden nor a softmax of its scores.
+    """
+    return bias.masked_fill(bias < torch.finfo(bias.dtype).min / 2, -math.inf)
+
+
 def check_positions(argument: str, letter: str, positions: object, heads: Tensor | None = None) -> Tensor:
     """`positions` back, if they can say where tokens stand.
 

@@ -167,6 +167,7 @@ def _is_plain(projection: Any) -> bool:
         nn_module._global_forward_hooks,
         nn_module._global_forward_pre_hooks,
         nn_module._global_backward_hooks,
+        nn_module._global_backward_pre_hooks,
     )
     return (
         type(projection) is nn.Linear

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from multihead.masks import Mask, as_mask
 from multihead.plane import default_positions
-from multihead.positions import Position
+from multihead.positions import Position, without_lowest
 
 
 class Attended(NamedTuple):
@@ -58,7 +58,8 @@ def attention(
         q: (*batch, H, L, D); k: (*batch, K, S, D); v: (*batch, K, S, V). H is a multiple of K, and query head h reads
             key/value head h // (H // K).
         mask: who may see whom, True = may attend.
-        bias: added to the scores, (H, L, S) or what broadcasts to (*batch, H, L, S), or a Position that makes it.
+        bias: added to the scores, what broadcasts to (*batch, H, L, S), or a Position that makes it. -inf and the
+            lowest numbers of its dtype hide.
         scale: of the scores, by default 1 / sqrt(D).
         softcap: scores are bounded to -softcap .. softcap.
         sinks: (H,), a logit for each head that takes a share of the softmax and adds no value.
@@ -76,29 +77,33 @@ def attention(
     if mask is not None:
         visible = as_mask(mask).dense(L, S, q_positions=q_positions, k_positions=k_positions, device=q.device)
 
-    # A key that nobody may see is replaced by zeros, so that NaN or inf in padding cannot come back as 0 * NaN.
+    # A key that nobody may see is replaced by zeros, so that NaN or inf in padding cannot come back as 0 * NaN. So is a
+    # query that sees nothing.
     seen = _seen_by_kv_head(visible, H, K)  # (..., K or 1, S, 1)
     k_KSD, v_KSV = (torch.where(seen, t.to(wide), 0.0) for t in (k, v))
     k_HSD, v_HSV = (t.repeat_interleave(H // K, dim=-3) for t in (k_KSD, v_KSV))
 
-    scores = q.to(wide) @ k_HSD.transpose(-1, -2) * (1.0 / math.sqrt(D) if scale is None else scale)  # (..., H, L, S)
+    q_HLD = torch.where(visible.any(-1, keepdim=True), q.to(wide), 0.0)
+
+    scores = q_HLD @ k_HSD.transpose(-1, -2) * (1.0 / math.sqrt(D) if scale is None else scale)  # (..., H, L, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + (
-            bias.to(wide) if isinstance(bias, Tensor) else _bias_of(bias, q_positions, k_positions, wide)
-        )
+        added = bias if isinstance(bias, Tensor) else bias.bias(q_positions, k_positions)
+        scores = scores if added is None else scores + without_lowest(added).to(wide)
     scores = torch.where(visible, scores, -math.inf)
 
     # A row that sees nothing has the softmax of an empty set. Its scores are replaced before the logsumexp, whose
     # gradient there would be NaN; afterwards it gets weight 0 and lse -inf.
     blind = (scores == -math.inf).all(-1, keepdim=True)  # (..., H, L, 1)
     scores = torch.where(blind, 0.0, scores)
+    # exp(scores - lse), as softmax says it without losing digits where scores are large.
+    weights = torch.where(blind, 0.0, torch.softmax(scores, -1))
     lse, alone = torch.logsumexp(scores, dim=-1, keepdim=True), torch.full_like(blind, -math.inf, dtype=wide)
     if sinks is not None:
         alone = sinks.to(wide)[:, None, None].expand_as(blind)  # all that a blind row has
+        weights = weights * torch.sigmoid(lse - alone)
         lse = torch.logaddexp(lse, alone)
-    weights = torch.where(blind, 0.0, torch.exp(scores - lse))
     lse = torch.where(blind, alone, lse)
 
     kept = weights if dropout_mask is None else weights * dropout_mask
@@ -111,8 +116,3 @@ def _seen_by_kv_head(visible: Tensor, H: int, K: int) -> Tensor:
     if seen.ndim > 1 and seen.shape[-2] == H != 1:
         seen = seen.unflatten(-2, (K, H // K)).any(-2)
     return seen[..., None]
-
-
-def _bias_of(position: Position, q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor:
-    bias = position.bias(q_positions, k_positions)  # (..., H, L, S)
-    return torch.zeros((), dtype=dtype, device=q_positions.device) if bias is None else bias.to(dtype)

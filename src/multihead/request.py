@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead.errors import bad_type, bad_value, check_probability, describe, is_number
 from multihead.mask_kinds import Bounds, Mask, as_mask
 from multihead.plane import Blocks, Plane, Tile, default_positions
-from multihead.positions import Position
+from multihead.positions import Position, without_lowest
 
 Attended = tuple[Tensor, Tensor, Tensor]  # what the reference returns: (out, weights, lse)
 Definition = Callable[..., Attended]
@@ -94,7 +94,7 @@ class Request:
         if self.bias is None:
             return None
         if isinstance(self.bias, Tensor):
-            return self.tile_of(self.bias, rows, columns)
+            return without_lowest(self.tile_of(self.bias, rows, columns))
         q_positions, k_positions = self.positions()
         bias = self.bias.bias(q_positions[..., rows], k_positions[..., columns])
         return None if bias is None else _four_axes(bias)
@@ -179,12 +179,18 @@ def make_request(
         bias = _one_batch_axis(bias, axes, 3) if isinstance(bias, Tensor) else bias
         q_positions = _one_batch_axis(q_positions, axes, 1) if q_positions is not None else None
         k_positions = _one_batch_axis(k_positions, axes, 1) if k_positions is not None else None
-    if isinstance(bias, torch.nn.Module):  # a learned table: its gradient needs the bias as a tensor
+    if bias is not None and not isinstance(bias, Tensor) and _learns(bias):  # its gradient needs the bias as a tensor
         q_at, k_at = default_positions(L, S, q_positions, k_positions, q.device)
         bias = bias.bias(q_at, k_at)
     return Request(
         q, k, v, value, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, definition, sizes
     )
+
+
+def _learns(position: Position) -> bool:
+    """Whether a position has numbers that may get a gradient."""
+    held = vars(position).values()
+    return isinstance(position, torch.nn.Module) or any(isinstance(t, Tensor) and t.requires_grad for t in held)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[int], Sizes]:
@@ -200,9 +206,9 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[int], Sizes]:
     if k_width != D:
         otherwise = "Scores are dot products of a query with a key."
         raise bad_value("k", f"(*batch, K, S, D) with D={D} as in q", describe(k), otherwise)
-    if D == 0:
-        raise bad_value("q", "(*batch, H, L, D) with D of at least 1", describe(q))
-    if H != K and (K == 0 or H % K):
+    if D == 0 or H == 0:
+        raise bad_value("q", "(*batch, H, L, D) with H and D of at least 1", describe(q))
+    if K == 0 or H % K:
         otherwise = "Query heads could not be shared evenly among the key/value heads."
         instead = "Layout is (*batch, heads, length, width): is an axis transposed?"
         raise bad_value("k", f"(*batch, K, S, D) with K a divisor of H={H}", describe(k), otherwise, instead)

@@ -5,7 +5,7 @@
     tables(request) -> list[str]       which L x S tensors it makes besides those given, and why
     run(request) -> (out, lse)         lse may be None unless request.needs_lse
 
-The dispatcher, `explain`, `doctor` and the support table in the docs all read the same lists.
+The dispatcher, `explain` and `doctor` all read the same lists.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     nothing = request.q.new_empty(0)  # autograd keeps the tensors, so that it can watch over them
     shell = request.with_tensors(nothing, nothing, nothing, request.bias if bias is None else nothing)
     job = _Job(shell, _plan(request, None if fused else _TILE_BYTES), seed, fused)
-    return _Blocks.apply(request.q, request.k, request.v, bias, job)
+    watched = [] if request.mask is None else list(request.mask.tensors().values())
+    out_BLHV, lse = _Blocks.apply(request.q, request.k, request.v, bias, job, *watched, *request.positions())
+    return out_BLHV.transpose(1, 2), lse
 
 
 class _Job(NamedTuple):
@@ -94,7 +96,7 @@ def _plan(request: Request, tile_bytes: int | None) -> list[Step]:
         span = rows, slice(columns[0].start, columns[-1].stop)
         for part, heads in _parts(batch, K, at_once):
             steps.append(Step(len(steps), part, heads, rows, columns, masked, span))
-    return _with_spans(steps)
+    return steps if tile_bytes is not None else _with_spans(steps)
 
 
 def _with_spans(steps: list[Step]) -> list[Step]:
@@ -165,40 +167,50 @@ def _parts(batch: slice, K: int, at_once: int) -> Iterator[tuple[slice, slice]]:
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, job: _Job) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, job: _Job, *watched: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """out (B, L, H, V) and lse (B, H, L).
+
+        `watched` are the tensors of the mask and the positions, which the backward pass reads again: they are saved, so
+        that autograd notices if they were changed in between.
+        """
         out, lse = _forward(job.tiles(q, k, v, bias, careful=False), job.steps)
         if not out.sum().isfinite():  # perhaps NaN or inf in keys that are hidden: they must not count
             out, lse = _forward(job.tiles(q, k, v, bias, careful=True), job.steps)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, bias, out, lse)
+        ctx.save_for_backward(q, k, v, bias, out, lse, *watched)
         ctx.job = job
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        q, k, v, bias, out, lse = ctx.saved_tensors
+        q, k, v, bias, out, lse, *watched = ctx.saved_tensors
         job: _Job = ctx.job
+        rest = (None,) * (1 + len(watched))
+        out = out.transpose(1, 2)
+        grad_out = None if grad_out is None else grad_out.transpose(1, 2)
         if needs_definition(grad_out, grad_lse):
-            return *_second_order(job, (q, k, v, bias), grad_out, grad_lse), None
+            return *_second_order(job, (q, k, v, bias), grad_out, grad_lse), *rest
         if grad_out is None:
             if grad_lse is None:
-                return None, None, None, None, None
+                return None, None, None, None, *rest
             grad_out = torch.zeros_like(out)
         with torch.autocast(q.device.type, enabled=False):
             wanted = bias if ctx.needs_input_grad[3] else None
             known = out.to(lse.dtype), lse, grad_out.to(lse.dtype), grad_lse, wanted
             grads = _backward(job.tiles(q, k, v, bias, careful=False), job.steps, *known)
-            if not grads[0].sum().isfinite():
+            if not all(grad.sum().isfinite() for grad in grads[:3]):
                 grads = _backward(job.tiles(q, k, v, bias, careful=True), job.steps, *known)
-        return *(None if g is None else g.to(q.dtype) for g in grads), None
+        return *(None if g is None else g.to(t.dtype) for g, t in zip(grads, (q, k, v, bias), strict=True)), *rest
 
 
 def _forward(tiles: Tiles, steps: list[Step]) -> tuple[Tensor, Tensor]:
     B, H, _, L, _, _, V = tiles.request.sizes
-    out = tiles.v.new_zeros(B, L, H, V).transpose(1, 2)  # the layout in which heads are joined without a copy
+    out = tiles.v.new_zeros(B, L, H, V)  # the layout in which heads are joined without a copy
     lse = tiles.v.new_full((B, H, L), -math.inf)
-    grouped_out, grouped_lse = tiles.by_group(out), tiles.by_group(lse)
+    grouped_out, grouped_lse = tiles.by_group(out.transpose(1, 2)), tiles.by_group(lse)
     for step in steps:
         place = (step.batch, step.heads, slice(None), step.rows)
         grouped_out[place], grouped_lse[place] = tiles.attend(step)

@@ -68,7 +68,7 @@ def tables(request: Request) -> list[str]:
     if (request.mask is None or _is_square_causal(request)) and not isinstance(request.bias, Position):
         return []
     _, _, _, L, S, _, _ = request.sizes
-    return [f"a mask of {L} x {S}, perhaps for each row of the batch or head: the operation takes masks as tensors"]
+    return [f"a mask of up to {L} x {S}, for each row of the batch and head that differs: it takes masks as tensors"]
 
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
@@ -83,8 +83,11 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     is_causal, added, blind = _is_square_causal(request), None, None
     if not is_causal and (request.mask is not None or request.bias is not None):
         added, seen, blind = _additive_mask(request, q.dtype)
-        if seen is not None:  # zeros in place of keys nobody sees: NaN in padding must not come back as 0 * NaN
+        # Zeros in place of keys nobody sees and of queries that see nothing: NaN there must not come back as 0 * NaN.
+        if seen is not None:
             k, v = k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
+        if blind is not None:
+            q = q.masked_fill(blind[..., None], 0.0)
 
     # Few rows: up to 64 for a head. A compiled graph must not depend on the length, and knows 1 apart from the rest.
     as_rows = H != K and not is_causal and (L == 1 if torch.compiler.is_compiling() else H // K * L <= 64)
@@ -129,16 +132,18 @@ def _additive_mask(request: Request, dtype: torch.dtype) -> tuple[Tensor | None,
         visible = request.visible()
     added = request.added()
     added = None if added is None else added.to(dtype)
-    if visible is None:
-        blind = (added == -math.inf).all(-1) if added is not None and request.needs_lse else None
-        return added, None, blind
-    seen = visible.any(-2)
-    if seen.shape[1] == request.sizes.H != request.sizes.K:
-        seen = seen.unflatten(1, (request.sizes.K, -1)).any(2)
-    nothing = torch.zeros((), dtype=dtype, device=visible.device)
-    added = torch.where(visible, nothing if added is None else added, -math.inf)
-    blind = (added == -math.inf).all(-1) if request.needs_lse else None
-    return added, seen[..., None], blind
+    seen = blind = None
+    if visible is not None:
+        seen = visible.any(-2)
+        if seen.shape[1] == request.sizes.H != request.sizes.K:
+            seen = seen.unflatten(1, (request.sizes.K, -1)).any(2)
+        seen = seen[..., None]
+        nothing = torch.zeros((), dtype=dtype, device=visible.device)
+        added = torch.where(visible, nothing if added is None else added, -math.inf)
+        blind = ~visible.any(-1)
+    if request.bias is not None and request.needs_lse and added is not None:
+        blind = (added == -math.inf).all(-1)
+    return added, seen, blind
 
 
 def _mask_by_rows(added: Tensor, H: int, K: int, L: int) -> Tensor:

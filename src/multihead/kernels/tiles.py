@@ -54,8 +54,9 @@ class Gradients(NamedTuple):
 class Tiles(ABC):
     """The tensors of a request in float32 or better, and how a tile of them is computed.
 
-    `careful` replaces keys and values that no query of a tile may see by zeros, so that NaN or inf in them can't come
-    back as 0 * NaN. It costs a copy, so it is only asked for after something came out that is not finite.
+    `careful` replaces keys and values that no query of a tile may see, and queries that see nothing in it, by zeros, so
+    that NaN or inf in them can't come back as 0 * NaN. It costs copies, so it is only asked for after something came
+    out that is not finite.
     """
 
     def __init__(self, request: Request, seed: int | None, careful: bool) -> None:
@@ -132,6 +133,7 @@ class FusedTiles(Tiles):
             if unseen.shape[1] == self.request.sizes.H:
                 unseen = self.by_group(unseen).all(2)
             k, v = k.masked_fill(unseen[..., None], 0.0), v.masked_fill(unseen[..., None], 0.0)
+            q = q.masked_fill((added == -math.inf).all(-1)[..., None], 0.0)
         return q, k, v, added
 
     def _table(self, step: Step) -> Tensor:
@@ -218,10 +220,14 @@ class PlainTiles(Tiles):
             assert visible is not None
             hidden = ~self.of_heads(visible, step)  # (b or 1, k or 1, G or 1, l or 1, width)
             scores[..., place].masked_fill_(hidden, -math.inf)
+            if slope is not None:
+                slope[..., place].masked_fill_(hidden, 0.0)
             if self.careful:
                 unseen = hidden.expand(-1, -1, -1, q.shape[3], -1).all(3).all(2)[..., None]
                 k[:, :, place].masked_fill_(unseen, 0.0)
                 v[:, :, place].masked_fill_(unseen, 0.0)
+        if self.careful:
+            q = q.masked_fill((scores == -math.inf).all(-1)[..., None], 0.0)
         return q, k, v, scores, slope
 
 
