@@ -73,38 +73,43 @@ def attention(
     K, S = k.shape[-3:-1]
     wide = torch.promote_types(q.dtype, torch.float32)
     q_positions, k_positions = default_positions(L, S, q_positions, k_positions, q.device)
-    visible = torch.ones(L, S, dtype=torch.bool, device=q.device)
+    q_HLD, k_KSD, v_KSV = q.to(wide), k.to(wide), v.to(wide)
+    visible = None
     if mask is not None:
         visible = as_mask(mask).dense(L, S, q_positions=q_positions, k_positions=k_positions, device=q.device)
-
-    # A key that nobody may see is replaced by zeros, so that NaN or inf in padding cannot come back as 0 * NaN. So is a
-    # query that sees nothing.
-    seen = _seen_by_kv_head(visible, H, K)  # (..., K or 1, S, 1)
-    k_KSD, v_KSV = (torch.where(seen, t.to(wide), 0.0) for t in (k, v))
+        # A key that nobody may see is replaced by zeros, so that NaN or inf in padding cannot come back as 0 * NaN.
+        # So is a query that sees nothing.
+        seen = _seen_by_kv_head(visible, H, K)  # (..., K or 1, S, 1)
+        k_KSD, v_KSV = torch.where(seen, k_KSD, 0.0), torch.where(seen, v_KSV, 0.0)
+        q_HLD = torch.where(visible.any(-1, keepdim=True), q_HLD, 0.0)
     k_HSD, v_HSV = (t.repeat_interleave(H // K, dim=-3) for t in (k_KSD, v_KSV))
 
-    q_HLD = torch.where(visible.any(-1, keepdim=True), q.to(wide), 0.0)
-
-    scores = q_HLD @ k_HSD.transpose(-1, -2) * (1.0 / math.sqrt(D) if scale is None else scale)  # (..., H, L, S)
+    q_HLD = q_HLD * (1.0 / math.sqrt(D) if scale is None else scale)
+    scores = q_HLD @ k_HSD.transpose(-1, -2)  # (..., H, L, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         added = bias if isinstance(bias, Tensor) else bias.bias(q_positions, k_positions)
         scores = scores if added is None else scores + without_lowest(added).to(wide)
-    scores = torch.where(visible, scores, -math.inf)
+    if visible is not None:
+        scores = torch.where(visible, scores, -math.inf)
 
-    # A row that sees nothing has the softmax of an empty set. Its scores are replaced before the logsumexp, whose
-    # gradient there would be NaN; afterwards it gets weight 0 and lse -inf.
-    blind = (scores == -math.inf).all(-1, keepdim=True)  # (..., H, L, 1)
-    scores = torch.where(blind, 0.0, scores)
+    # A row that sees nothing has the softmax of an empty set. Its scores are replaced before softmax and logsumexp,
+    # whose gradients there would be NaN; afterwards it gets weight 0 and lse -inf.
+    blind = (scores == -math.inf).all(-1, keepdim=True) if mask is not None or bias is not None else None
+    if blind is not None:
+        scores = torch.where(blind, 0.0, scores)
     # exp(scores - lse), as softmax says it without losing digits where scores are large.
-    weights = torch.where(blind, 0.0, torch.softmax(scores, -1))
-    lse, alone = torch.logsumexp(scores, dim=-1, keepdim=True), torch.full_like(blind, -math.inf, dtype=wide)
+    weights, lse = torch.softmax(scores, -1), torch.logsumexp(scores, dim=-1, keepdim=True)
+    if blind is not None:
+        weights = torch.where(blind, 0.0, weights)
+    alone = torch.full_like(lse, -math.inf)  # all that the denominator of a blind row has
     if sinks is not None:
-        alone = sinks.to(wide)[:, None, None].expand_as(blind)  # all that a blind row has
+        alone = sinks.to(wide)[:, None, None].expand_as(lse)
         weights = weights * torch.sigmoid(lse - alone)
         lse = torch.logaddexp(lse, alone)
-    lse = torch.where(blind, alone, lse)
+    if blind is not None:
+        lse = torch.where(blind, alone, lse)
 
     kept = weights if dropout_mask is None else weights * dropout_mask
     return Attended((kept @ v_HSV).to(q.dtype), weights, lse.squeeze(-1))
