@@ -26,14 +26,6 @@ FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 ORDER = ["sdpa", "blocks", "flex", "varlen", "reference"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def request_of(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any) -> Request:
     """The request that `attention` makes of its arguments."""
     every = {"bias": None, "scale": None, "softcap": None, "dropout": 0.0, "q_positions": None, "k_positions": None}

@@ -20,14 +20,6 @@ E, H, K = 30, 6, 3  # D = 5
 LONG = 389  # squared, it is worth a look at how much of the plane is visible
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def frozen(position: nn.Module) -> Any:
     return position.requires_grad_(False)
 

@@ -14,14 +14,6 @@ CHUNKS = 12
 PER_CHUNK = 50
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_kernel_agrees_with_the_reference(chunk):
     tried = dict.fromkeys(("sdpa", "blocks", None), 0)

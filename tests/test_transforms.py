@@ -28,14 +28,6 @@ compiled_function = pytest.mark.filterwarnings("ignore:.*should not be instantia
 forward_mode = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Given(NamedTuple):
     """One call: its tensors (q, k, v, and those of options that have a gradient) and the rest."""
 
