@@ -104,9 +104,13 @@ class Projections(nn.Module):
         found: dict[str, Tensor] = {}
         for name, parts, rows, whole in self.products(query, key, value):
             product = _some_rows(self._modules[name], sources[parts[0]], rows, whole)
-            found |= zip(parts, product.split([self._width(part) for part in parts], -1), strict=True)
-        K, D, V = self.num_kv_heads, self.head_dim, self.value_dim
-        heads = {"q": (self.num_heads, D), "k": (K, D), "v": (K, V)}
+            if len(parts) == 1:
+                found[parts] = product
+            else:
+                found |= zip(parts, product.split([self._width(part) for part in parts], -1), strict=True)
+        widths = {"q": self.head_dim, "k": self.head_dim, "v": self.value_dim}
+        # The heads are counted from the product: under tensor parallelism it holds a process's share of them.
+        heads = {part: (tensor.shape[-1] // widths[part], widths[part]) for part, tensor in found.items()}
         return [found[part].unflatten(-1, heads[part]).transpose(-2, -3) for part in "qkv"]
 
     def _rebuild(self, packed: bool) -> Self:
