@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import multihead as mh
-from cases import assert_within_budget, by_kernel, by_reference, draw, names, own_error
+from cases import Own, assert_within_budget, by_kernel, by_reference, draw, names, own_error
+from multihead import reference
 
 CHUNKS = 12
 PER_CHUNK = 50
@@ -286,3 +287,21 @@ def test_changing_the_output_of_blocks_in_place_is_torch_s_usual_error():
     out = mh.attention(q, k, v, kernel="blocks").mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("S", [4096, 4099])
+def test_decoding_against_many_keys(S):
+    """Grouped heads, one to three queries: the query heads of a group are rows of one head for sdpa."""
+    torch.manual_seed(13)
+    for L, dtype in ((1, torch.float64), (3, torch.float64), (1, torch.bfloat16)):
+        q, k, v = (torch.randn(2, h, n, 67).to(dtype) for h, n in ((6, L), (2, S), (2, S)))
+        hidden = mh.lengths([S - 5, 0])
+        for mask in (None, mh.causal(), hidden, hidden & mh.causal()):
+            found = mh.attention(q, k, v, mask, kernel="sdpa", return_lse=True)
+            exact = reference.attention(q.double(), k.double(), v.double(), mask)
+            own = None
+            if dtype == torch.bfloat16:
+                low = reference.attention(q, k, v, mask)
+                own = Own(float((low.out.double() - exact.out).abs().max()), 1.0)
+            labels = ["out", "lse"]
+            assert_within_budget([found[0], found[1]], [exact.out, exact.lse], own, f"L={L} {mask} {dtype}", labels)
