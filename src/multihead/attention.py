@@ -84,12 +84,7 @@ def attention(
 
     Under autocast q, k and v are converted to its dtype, as torch's own attention does.
     """
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if device != "meta" and torch.is_autocast_enabled(device):
-        q, k, v = _autocast(q, k, v, device)
-        without: AbstractContextManager[object] = torch.autocast(device, enabled=False)
-    else:
-        without = _NOTHING
+    q, k, v, device, without = _from_autocast(q, k, v)
     if return_lse is not True and return_lse is not False:
         raise bad_type("return_lse", "True or False", return_lse)
     dtype = q.dtype if isinstance(q, Tensor) else None
@@ -156,31 +151,15 @@ def attention_weights(
     Raises:
         ValueError, TypeError: as `attention`.
     """
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    if device != "meta" and torch.is_autocast_enabled(device):
-        q, k, _ = _autocast(q, k, k, device)
-    with torch.autocast("cpu" if device == "meta" else device, enabled=False):
-        return _weights(q, k, mask, bias, scale, softcap, sinks, q_positions, k_positions)
-
-
-def _weights(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask | Tensor | None,
-    bias: Tensor | Position | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-) -> Tensor:
-    nothing = k.new_empty(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k
-    request = make_request(
-        q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
-    )
-    if sinks is not None:
-        _check_sinks(sinks, q)
-    weights = _by_definition(request, sinks).weights
+    q, k, _, _, without = _from_autocast(q, k, k)
+    with without:
+        nothing = k.new_empty(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k
+        request = make_request(
+            q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
+        )
+        if sinks is not None:
+            _check_sinks(sinks, q)
+        weights = _by_definition(request, sinks).weights
     return weights if q.ndim == 4 else weights.reshape(*q.shape[:-1], k.shape[-2])
 
 
@@ -282,12 +261,17 @@ def _check_sinks(sinks: object, q: Tensor) -> None:
         raise bad_value("sinks", f"the device of q, {q.device}", sinks.device, "", "Move it with .to(q.device).")
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as autocast wants them: its dtype, float64 left alone."""
+def _from_autocast(
+    q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, str, AbstractContextManager[object]]:
+    """q, k, v in the dtype that autocast wants (float64 left alone), their device, and a context without autocast."""
+    device = q.device.type if isinstance(q, Tensor) else "cpu"
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return q, k, v, device, _NOTHING
     dtype = torch.get_autocast_dtype(device)
 
     def convert(tensor: Tensor) -> Tensor:
         low = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if low else tensor
 
-    return convert(q), convert(k), convert(v)
+    return convert(q), convert(k), convert(v), device, torch.autocast(device, enabled=False)

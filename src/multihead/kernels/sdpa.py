@@ -65,7 +65,8 @@ def drawbacks(request: Request) -> list[str]:
 
 def tables(request: Request) -> list[str]:
     """Which L x S tensors it makes besides those given, and why."""
-    if (request.mask is None or _is_square_causal(request)) and not isinstance(request.bias, Position):
+    has_table = request.mask is not None and not _is_square_causal(request) and not _is_last_token(request)
+    if not has_table and not isinstance(request.bias, Position):
         return []
     _, _, _, L, S, _, _ = request.sizes
     return [f"a mask of up to {L} x {S}, for each row of the batch and head that differs: it takes masks as tensors"]
@@ -123,13 +124,15 @@ def _is_square_causal(request: Request) -> bool:
     return False
 
 
+def _is_last_token(request: Request) -> bool:
+    """Whether the one query is the last token under a causal mask: it sees everything."""
+    return request.sizes.L == 1 and request.mask == _CAUSAL and request.has_default_positions
+
+
 def _additive_mask(request: Request, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Bias and mask as one tensor to add (B or 1, H or 1, L or 1, S or 1), which keys anybody sees
     (B or 1, K or 1, S, 1), and which rows see nothing (B or 1, H or 1, L or 1)."""
-    if request.mask is not None and request.sizes.L == 1 and request.mask == _CAUSAL and request.has_default_positions:
-        visible = None  # the one query is the last token and sees everything
-    else:
-        visible = request.visible()
+    visible = None if _is_last_token(request) else request.visible()
     added = request.added()
     added = None if added is None else added.to(dtype)
     seen = blind = None
@@ -165,7 +168,7 @@ class _Fused(torch.autograd.Function):
         added: Tensor | None,
         is_causal: bool,
         scale: float,
-        definition: Definition | None,
+        definition: Definition,
     ) -> tuple[Tensor, Tensor]:
         out, lse = flash_cpu.forward(q, k, v, added, is_causal, scale)
         ctx.save_for_backward(q, k, v, added, out, lse)
