@@ -96,7 +96,7 @@ CALLS = {
     "lengths": ("blocks", long | {"batch": 2}, {"mask": mh.lengths([500, 67])}),
     "padding on the right": ("blocks", long, {"mask": mh.padding(torch.arange(LONG) < 300)}),
     "a sparse table": ("blocks", long, {"mask": (torch.arange(LONG)[:, None] - torch.arange(LONG)).abs() < 40}),
-    "causal with a bias": ("sdpa", long, {"mask": mh.causal(), "bias": mh.ALiBi(2)}),
+    "causal with a bias": ("blocks", long, {"mask": mh.causal(), "bias": mh.ALiBi(2)}),
     "dropout": ("blocks", {}, {"dropout": 0.1}),
     "dropout, causal": ("blocks", long, {"dropout": 0.1, "mask": mh.causal()}),
     "softcap": ("blocks", {}, {"softcap": 5.0}),

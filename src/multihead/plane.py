@@ -18,8 +18,8 @@ def default_positions(
     """Positions of both sides, filled in where they are None: keys stand at 0 .. S-1, queries are the last L keys."""
     if k_positions is None:
         k_positions = torch.arange(S, device=device)
-        if q_positions is None:
-            q_positions = torch.arange(S - L, S, device=device)
+        if q_positions is None:  # the same tensor where it can be, so that rotary turns by one table
+            q_positions = k_positions if L == S else torch.arange(S - L, S, device=device)
     elif q_positions is None:
         q_positions = k_positions[..., S - L :]
     return q_positions, k_positions

@@ -3,7 +3,7 @@
 What is known about the operation (measured in docs/performance.md, and held by the tests):
 
 - it takes 4-D tensors of float32 or float64 with V = D, key/value heads unexpanded, and an additive mask that
-  broadcasts; float16 and bfloat16 are slower than converting to float32, most of all with one query;
+  broadcasts; float16 is slower than converting to float32, bfloat16 no faster;
 - it reads the last axis as if its stride were 1, and gives wrong numbers otherwise;
 - its causal flag is top-left aligned;
 - a row that sees nothing gets output 0, and lse 0 where -inf would be right;

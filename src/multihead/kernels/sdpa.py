@@ -25,9 +25,9 @@ _CAUSAL = causal()
 
 # From this many pairs on it pays to ask the mask how much of the plane is visible (docs/performance.md).
 _WORTH_A_PLAN = 2**18
-# Below this share of visible blocks their tiles are faster than a dense mask. From 2^24 pairs on the mask takes 64 MiB
-# and more, and tiles are taken up to the share of a causal mask, where they are a tenth slower.
-_WORTH_IT, _WORTH_THE_MEMORY, _LARGE_TABLE = 0.4, 0.6, 2**24
+_WORTH_IT = (
+    0.6  # the share of visible blocks below which their tiles are faster than a dense mask (benchmarks/choice.py)
+)
 _MOST_BLOCKS = 256  # to a side
 
 
@@ -58,7 +58,7 @@ def drawbacks(request: Request) -> list[str]:
     bounds = request.bounds(block, block)
     assert bounds is not None
     share = float(bounds.some.float().mean())
-    if share < (_WORTH_IT if request.sizes.L * request.sizes.S < _LARGE_TABLE else _WORTH_THE_MEMORY):
+    if share < _WORTH_IT:
         return [f"it computes all L x S pairs, and {share:.1%} of the blocks of {block} x {block} hold a visible one"]
     return []
 
