@@ -23,7 +23,7 @@ B, H, K, L, S, D, V = 2, 6, 3, 5, 11, 7, 13
 LONG = 1031
 f64 = torch.float64
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-ORDER = ["sdpa", "blocks", "flex", "varlen", "reference"]
+ORDER = ["small", "sdpa", "blocks", "flex", "varlen", "reference"]
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any) -> Request:
@@ -42,6 +42,11 @@ def what_ran(call: Callable[[], object]) -> tuple[str, list[list[int]]]:
     names = {event.name for event in events}
     shapes = [event.input_shapes[0] for event in events if event.name == FLASH]
     written_out = "aten::logsumexp" in names
+    if "aten::_native_multi_head_attention" in names:
+        assert not written_out
+        return "whole", shapes
+    if "aten::baddbmm" in names:  # with or without lse
+        return "small", shapes
     if "_Blocks" in names:
         assert not written_out
         return "blocks", shapes
@@ -70,9 +75,11 @@ long = {"L": LONG, "S": LONG, "batch": 1, "heads": (2, 1)}
 table = torch.rand(LONG, LONG, generator=torch.Generator().manual_seed(0))
 CALLS = {
     # The kernel, what is unlike the sizes above, and what is asked for.
-    "full": ("sdpa", {}, {}),
+    "full": ("small", {}, {}),
     "full, long": ("sdpa", long, {}),
-    "equal heads": ("sdpa", {"heads": (3, 3)}, {}),
+    "dropout, long": ("blocks", long, {"dropout": 0.1}),
+    "V != D, long": ("blocks", long | {"V": V}, {}),
+    "equal heads": ("small", {"heads": (3, 3)}, {}),
     "causal": ("sdpa", {}, {"mask": mh.causal()}),
     "causal, long": ("sdpa", long, {"mask": mh.causal()}),
     "causal, one query": ("sdpa", long | {"L": 1}, {"mask": mh.causal()}),
@@ -81,10 +88,10 @@ CALLS = {
     "small documents": ("sdpa", {}, {"mask": mh.documents(torch.arange(S) // 3)}),
     "small padding": ("sdpa", {}, {"mask": mh.padding(torch.arange(S) % 2 > 0)}),
     "small bias": ("sdpa", {}, {"bias": mh.ALiBi(H), "mask": mh.causal()}),
-    "lse": ("sdpa", {}, {"return_lse": True}),
-    "sinks": ("sdpa", {}, {"sinks": torch.zeros(H)}),
+    "lse": ("small", {}, {"return_lse": True}),
+    "sinks": ("small", {}, {"sinks": torch.zeros(H)}),
     "scale": ("sdpa", {"S": L}, {"mask": mh.causal(), "scale": -1.0}),
-    "bf16": ("sdpa", {"dtype": torch.bfloat16}, {}),
+    "bf16": ("small", {"dtype": torch.bfloat16}, {}),
     "f64": ("sdpa", {"dtype": f64}, {"mask": mh.causal()}),
     "bias without a gradient": ("sdpa", {}, {"bias": torch.zeros(L, S)}),
     "nearly all visible": ("sdpa", long, {"mask": mh.lengths(LONG - 17)}),
@@ -97,10 +104,10 @@ CALLS = {
     "padding on the right": ("blocks", long, {"mask": mh.padding(torch.arange(LONG) < 300)}),
     "a sparse table": ("blocks", long, {"mask": (torch.arange(LONG)[:, None] - torch.arange(LONG)).abs() < 40}),
     "causal with a bias": ("blocks", long, {"mask": mh.causal(), "bias": mh.ALiBi(2)}),
-    "dropout": ("blocks", {}, {"dropout": 0.1}),
+    "dropout": ("small", {}, {"dropout": 0.1}),
     "dropout, causal": ("blocks", long, {"dropout": 0.1, "mask": mh.causal()}),
     "softcap": ("blocks", {}, {"softcap": 5.0}),
-    "V != D": ("blocks", {"V": V}, {}),
+    "V != D": ("small", {"V": V}, {}),
     "bias with a gradient": ("blocks", {}, {"bias": torch.zeros(L, S, requires_grad=True)}),
     "learned position": ("blocks", {}, {"bias": mh.T5Bias(H)}),
     "no rows": ("reference", {"batch": 0}, {}),
@@ -237,7 +244,7 @@ def test_the_choice_is_the_first_without_objections():
         free = [name for name in able if not choice.drawbacks[name]]
         assert (free or able)[0] == choice.kernel.NAME
         taken.add(choice.kernel.NAME)
-    assert taken == {"sdpa", "blocks"}
+    assert taken == {"small", "sdpa", "blocks"}
 
 
 def test_a_refusal_is_a_value_error_with_a_next_step():

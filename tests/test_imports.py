@@ -19,14 +19,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models <- cli
 TIERS = [
-    {"errors"},
-    {"plane", "mask_kinds", "masks", "positions", "rotary", "cache"},
+    {"errors", "textbook"},
+    {"plane", "mask_kinds", "masks", "positions", "rotary", "cache", "layouts"},
     {"reference", "request"},
     {"kernels"},
     {"attention", "projections"},
+    {"whole"},
     {"module"},
+    {"compat", "torch_masks"},
+    {"swapping"},
     {"explain", "doctor", "models"},
-    {"cli", "demo"},
+    {"cli", "demo", "side_by_side"},
     {"__init__"},
 ]
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}

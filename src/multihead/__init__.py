@@ -6,12 +6,14 @@ kernel runs and why. True means *may attend*.
 """
 
 from multihead.attention import KERNELS, KernelRefusal, attention, attention_weights
+from multihead.compat import MultiheadAttention
 from multihead.doctor import Diagnosis, doctor
 from multihead.explain import Explanation, explain
 from multihead.masks import Mask, causal, dense, documents, lengths, padding, prefix, window
 from multihead.module import Attention
 from multihead.positions import ALiBi, Position, RelativeBias, T5Bias
 from multihead.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling
+from multihead.swapping import SwapReport, swap, unswap
 
 __version__ = "0.1.0"
 
@@ -25,10 +27,12 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "Mask",
+    "MultiheadAttention",
     "NTKScaling",
     "Position",
     "RelativeBias",
     "Rotary",
+    "SwapReport",
     "T5Bias",
     "YarnScaling",
     "attention",
@@ -41,5 +45,7 @@ __all__ = [
     "lengths",
     "padding",
     "prefix",
+    "swap",
+    "unswap",
     "window",
 ]

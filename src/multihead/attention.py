@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from multihead import reference
 from multihead.errors import bad_type, bad_value, describe
-from multihead.kernels import FAST, Kernel
+from multihead.kernels import FAST, Kernel, rows, small
 from multihead.masks import Mask
 from multihead.positions import Position
 from multihead.request import Request, make_request
@@ -60,7 +60,7 @@ def attention(
     Args:
         q: queries (*batch, H, L, D). Any number of batch axes, none included.
         k: keys (*batch, K, S, D). H is a multiple of K; query head h reads key/value head h // (H // K).
-        v: values (*batch, K, S, V).
+        v: values (*batch, K, S, V). All three may be complex: then the scores are the real part of <q, k>.
         mask: who may see whom: `causal()`, `window(left=255, right=0)`, `lengths(n)` ... joined by & | ~, or a bool
             tensor that broadcasts to (*batch, H, L, S). True = may attend. A query that sees nothing gives zeros.
         bias: added to the scores after the softcap: a tensor that broadcasts to (*batch, H, L, S), or a position that
@@ -102,8 +102,7 @@ def attention(
         if sinks is not None:
             assert lse is not None
             out, lse = _with_sinks(out, lse, sinks)
-    if out.dtype != dtype:
-        out = out.to(dtype)
+    out = _as(dtype, out)
     if q.ndim != 4:
         out = out.reshape(*q.shape[:-1], v.shape[-1])
         lse = lse if lse is None else lse.reshape(q.shape[:-1])
@@ -111,6 +110,13 @@ def attention(
         assert lse is not None
         return out, lse
     return out
+
+
+def _as(dtype: torch.dtype | None, out: Tensor) -> Tensor:
+    """The output in the dtype of q. Of complex numbers the kernels know real and imaginary parts, side by side."""
+    if dtype is not None and dtype.is_complex:
+        return torch.view_as_complex(out.unflatten(-1, (-1, 2)))
+    return out if out.dtype == dtype else out.to(dtype)
 
 
 def _in_float32(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,8 +165,57 @@ def attention_weights(
         )
         if sinks is not None:
             _check_sinks(sinks, q)
-        weights = _by_definition(request, sinks).weights
+        if sinks is None and not rows.refusals(request):
+            _, weights = rows.attend(request, average=False, with_out=False)
+        else:
+            weights = _by_definition(request, sinks).weights
     return weights if q.ndim == 4 else weights.reshape(*q.shape[:-1], k.shape[-2])
+
+
+def attention_with_mean_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    bias: Tensor | Position | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `attention` gives, and the mean over heads of what `attention_weights` gives: (*batch, L, S).
+
+    The output is made together with the weights where that pays, and then differs from that of `attention` by rounding.
+    Args and errors: as of `attention`.
+    """
+    scores: dict[str, Any] = {"bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
+    scores |= {"q_positions": q_positions, "k_positions": k_positions}
+    out: Tensor | None = None
+    mean: Tensor | None = None
+    if sinks is None:
+        real_q, real_k, real_v, _, without = _from_autocast(q, k, v)
+        with without:
+            request = make_request(
+                real_q, real_k, real_v, mask, bias, scale, softcap, dropout, q_positions, k_positions, False,
+                reference.attention,
+            )  # fmt: skip
+            if not small.refusals(request) and small.is_small(request, small.MOST_WITH_WEIGHTS):
+                out, _, weights = small.attend(request)
+                mean = weights.mean(1)
+            elif not rows.refusals(request):
+                out, mean = rows.attend(request, average=True)
+        if mean is not None:
+            mean = mean.reshape(*q.shape[:-3], q.shape[-2], k.shape[-2])
+        if out is not None:
+            out = _as(real_q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
+    if mean is None:
+        mean = attention_weights(q, k, mask, **scores).mean(-3)
+    if out is None:
+        out = attention(q, k, v, mask, dropout=dropout, **scores)
+    return out, mean
 
 
 class Choice(NamedTuple):

@@ -34,6 +34,18 @@ def bad_value(argument: str, expected: str, got: object, otherwise: str = "", in
     return ValueError(_message(argument, expected, got, otherwise, instead))
 
 
+class InputError(ValueError, AssertionError):
+    """An input that does not fit, where torch.nn.MultiheadAttention raises AssertionError: code that catches that still
+    works."""
+
+
+def bad_input(argument: str, expected: str, got: object, otherwise: str = "", in_torch: str = "") -> InputError:
+    """The error for an input of the drop-in. Arguments as in `bad_value`; `in_torch` is what torch says of it, for who
+    looks for that."""
+    words = f"(torch: {in_torch}.)" if in_torch else ""
+    return InputError(_message(argument, expected, got, otherwise, words))
+
+
 def bad_type(argument: str, expected: str, got: object, otherwise: str = "", instead: str = "") -> TypeError:
     """The error for something of a wrong type or dtype. Arguments as in `bad_value`; `got` may be the object itself."""
     return TypeError(_message(argument, expected, describe(got), otherwise, instead))

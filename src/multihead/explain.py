@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multihead import reference
+from multihead import reference, whole
 from multihead.attention import choose
 from multihead.errors import bad_type, bad_value, check_size
 from multihead.masks import Mask
-from multihead.module import Attention
+from multihead.module import Attention, AttentionLayer
+from multihead.plane import Plane
 from multihead.positions import Position
 from multihead.request import Request, make_request
 
@@ -24,7 +25,7 @@ class Explanation:
 
     subject: str  # the layer, in one line
     inputs: str  # what it is called with
-    kernel: str  # the one that runs
+    kernel: str  # the one that runs; "whole" if the layer is one operation with its projections
     refusals: dict[str, list[str]]  # by kernel: why it can't
     drawbacks: dict[str, list[str]]  # by kernel that could: why another is preferred
     tables: list[str]  # the L x S tensors that are made besides those given, and why
@@ -39,12 +40,14 @@ class Explanation:
             reasons = self.refusals[name] or self.drawbacks[name] or [f"{self.kernel} comes first"]
             lines += [f"  {name:<10} {said}: {reason}" for reason in reasons]
         lines += [f"  makes {table}" for table in self.tables] or ["  makes no L x S tensor"]
+        if self.kernel == whole.NAME:
+            lines.append(f"  runs all steps as one operation, {whole.OPERATION}")
         lines += ["", "steps:"]
         return "\n".join(lines + [f"  {name:<10} {shapes}" for name, shapes in self.steps])
 
 
 def explain(
-    subject: Attention | Mapping[str, Any],
+    subject: AttentionLayer | Mapping[str, Any],
     *,
     batch: int = 1,
     length: int = 128,
@@ -75,7 +78,7 @@ def explain(
         ValueError, TypeError: sizes or options do not fit.
     """
     layer = _layer(subject)
-    is_layer = isinstance(subject, Attention)
+    is_layer = isinstance(subject, AttentionLayer)
     training = (is_layer and layer.training) if training is None else training
     B, L = check_size("batch", batch, least=0), check_size("length", length, least=0)
     S = L if source_length is None else check_size("source_length", source_length, least=0)
@@ -85,21 +88,29 @@ def explain(
     with torch.inference_mode(False), torch.set_grad_enabled(training):  # whatever is recorded around this call
         request = _request(layer, B, L, S, training, mask, bias, where, kind)
         choice = choose(request)
+        why_not_whole: str | None = "it takes self-attention without mask and bias"
+        if source_length is None and request.mask is None and request.bias is None:
+            why_not_whole = whole.why_not(
+                layer, torch.empty((), device=where, dtype=kind).expand(B, L, layer.embed_dim)
+            )
     E = layer.embed_dim
+    kernel = choice.kernel.NAME if why_not_whole else whole.NAME
     inputs = f"x {(B, L, E)}" + ("" if source_length is None else f", context {(B, S, layer.kdim)}")
     return Explanation(
-        subject=f"Attention({layer.extra_repr()})",
+        subject=f"{type(layer).__name__}({layer.extra_repr()})",
         inputs=f"{inputs}, {str(kind).removeprefix('torch.')} on {where}, {'training' if training else 'not training'}",
-        kernel=choice.kernel.NAME,
-        refusals=choice.refusals,
+        kernel=kernel,
+        refusals={whole.NAME: [why_not_whole] if why_not_whole else [], **choice.refusals},
         drawbacks=choice.drawbacks,
-        tables=[*_learned_tables(layer, L, S), *choice.kernel.tables(request)],
-        steps=_steps(layer, B, L, S, source_length is None, choice.kernel.NAME),
+        tables=[*_learned_tables(layer, L, S), *choice.kernel.tables(request)]
+        if why_not_whole
+        else whole.tables(layer, B, L),
+        steps=_steps(layer, B, L, S, source_length is None, kernel),
     )
 
 
-def _layer(subject: object) -> Attention:
-    if isinstance(subject, Attention):
+def _layer(subject: object) -> AttentionLayer:
+    if isinstance(subject, AttentionLayer):
         return subject
     if isinstance(subject, Mapping):
         given: dict[str, Any] = {str(name): value for name, value in subject.items()}
@@ -112,7 +123,7 @@ def _layer(subject: object) -> Attention:
 
 
 def _request(
-    layer: Attention,
+    layer: AttentionLayer,
     B: int,
     L: int,
     S: int,
@@ -126,15 +137,15 @@ def _request(
     H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
     hollow = torch.empty((), device=device, dtype=dtype, requires_grad=training)
     q, k, v = hollow.expand(B, H, L, D), hollow.expand(B, K, S, D), hollow.expand(B, K, S, V)
-    query, source = hollow.expand(B, L, layer.embed_dim), hollow.expand(B, S, layer.kdim)
+    plane = Plane((B,), H, L, S, device)
     own = layer.position if layer.position is not None and layer.position.biases else None
     joined: Tensor | Position | None
     if isinstance(own, nn.Module) or (own is not None and bias is not None):
         learns = any(_learns(part) for part in (own, bias))
         table = torch.empty((), device=device, dtype=dtype, requires_grad=training and learns)
-        whole, joined = layer.joined(mask, None, query, source, None, None)[0], table.expand(H, L, S)
+        whole, joined = layer.joined(mask, None, plane, None, None, True)[0], table.expand(H, L, S)
     else:
-        whole, joined = layer.joined(mask, bias, query, source, None, None)
+        whole, joined = layer.joined(mask, bias, plane, None, None, True)
     dropout = layer.dropout if training else 0.0
     needs_lse = layer.sinks is not None
     return make_request(
@@ -150,13 +161,13 @@ def _learns(bias: Tensor | Position | None) -> bool:
     return isinstance(bias, Tensor) and bias.requires_grad
 
 
-def _learned_tables(layer: Attention, L: int, S: int) -> list[str]:
+def _learned_tables(layer: AttentionLayer, L: int, S: int) -> list[str]:
     if isinstance(layer.position, nn.Module) and layer.position.biases:
         return [f"a bias of {layer.num_heads} x {L} x {S}: {type(layer.position).__name__} is a table that is learned"]
     return []
 
 
-def _steps(layer: Attention, B: int, L: int, S: int, is_self: bool, kernel: str) -> list[tuple[str, str]]:
+def _steps(layer: AttentionLayer, B: int, L: int, S: int, is_self: bool, kernel: str) -> list[tuple[str, str]]:
     H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
     query, source = "x", "x" if is_self else "context"
     sources = {"q": (query, L, layer.embed_dim), "k": (source, S, layer.kdim), "v": (source, S, layer.vdim)}

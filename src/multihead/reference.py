@@ -1,6 +1,6 @@
 """The definition of attention. Read this file first.
 
-    scores  = scale * q k^T                      how well query i matches key j
+    scores  = scale * q k^T                      how well query i matches key j (complex: the real part of <q, k>)
     scores  = softcap * tanh(scores / softcap)   if asked: bounded, before anything is added or hidden
     scores  = scores + bias                      if given
     scores  = scores where visible, else -inf    the mask
@@ -85,12 +85,14 @@ def attention(
     k_HSD, v_HSV = (t.repeat_interleave(H // K, dim=-3) for t in (k_KSD, v_KSV))
 
     q_HLD = q_HLD * (1.0 / math.sqrt(D) if scale is None else scale)
-    scores = q_HLD @ k_HSD.transpose(-1, -2)  # (..., H, L, S)
+    scores = q_HLD @ k_HSD.transpose(-1, -2).conj()  # (..., H, L, S)
+    if scores.is_complex():
+        scores = scores.real
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         added = bias if isinstance(bias, Tensor) else bias.bias(q_positions, k_positions)
-        scores = scores if added is None else scores + without_lowest(added).to(wide)
+        scores = scores if added is None else scores + without_lowest(added).to(scores.dtype)
     if visible is not None:
         scores = torch.where(visible, scores, -math.inf)
 
@@ -105,14 +107,14 @@ def attention(
         weights = torch.where(blind, 0.0, weights)
     alone = torch.full_like(lse, -math.inf)  # all that the denominator of a blind row has
     if sinks is not None:
-        alone = sinks.to(wide)[:, None, None].expand_as(lse)
+        alone = sinks.to(lse.dtype)[:, None, None].expand_as(lse)
         weights = weights * torch.sigmoid(lse - alone)
         lse = torch.logaddexp(lse, alone)
     if blind is not None:
         lse = torch.where(blind, alone, lse)
 
     kept = weights if dropout_mask is None else weights * dropout_mask
-    return Attended((kept @ v_HSV).to(q.dtype), weights, lse.squeeze(-1))
+    return Attended((kept.to(v_HSV.dtype) @ v_HSV).to(q.dtype), weights, lse.squeeze(-1))
 
 
 def _seen_by_kv_head(visible: Tensor, H: int, K: int) -> Tensor:

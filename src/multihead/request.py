@@ -23,6 +23,8 @@ _ALL = slice(None)
 class Request:
     """Attention over one batch axis: q (B,H,L,D), k (B,K,S,D), v (B,K,S,V), all of one dtype on one device.
 
+    The dtype is a real one: complex tensors are read as real ones of twice the width, which says the same.
+
     Attributes:
         mask, bias, scale, softcap, dropout: as `attention` takes them, checked; tensors in them have one batch axis.
         needs_lse: whether the answer must contain lse.
@@ -110,6 +112,24 @@ class Request:
         other.q, other.k, other.v, other.bias = q, k, v, bias
         return other
 
+    def defined(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Position | None, dropout_mask: Tensor | None = None
+    ) -> Attended:
+        """What the definition says of these tensors in place of the request's own."""
+        q_positions, k_positions = self.positions()
+        return self.definition(
+            q,
+            k,
+            v,
+            self.mask,
+            bias=bias,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout_mask=dropout_mask,
+            q_positions=q_positions,
+            k_positions=k_positions,
+        )
+
     def bounds(self, q_size: int, k_size: int, rows: slice = _ALL) -> Bounds | None:
         """What blocks of queries see of blocks of keys: bool (B or 1, nQ, nK) twice; None = everything.
 
@@ -162,6 +182,8 @@ def make_request(
         raise bad_type("scale", "a number", scale)
     elif scale != scale or scale in (math.inf, -math.inf):
         raise bad_value("scale", "a finite number", scale)
+    if q.is_complex():
+        q, k, v, sizes = *(_as_real(t) for t in (q, k, v)), sizes._replace(D=2 * D, V=2 * sizes.V)
     if softcap is not None:
         if not is_number(softcap):
             raise bad_type("softcap", "a number above 0, or None", softcap)
@@ -185,6 +207,11 @@ def make_request(
     return Request(
         q, k, v, value, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, definition, sizes
     )
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """(..., X) complex to (..., 2 X) real. The real part of <q, k> is the product of the two so read."""
+    return torch.view_as_real(tensor.resolve_conj()).flatten(-2)
 
 
 def _learns(position: Position) -> bool:
@@ -218,7 +245,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[int], Sizes]:
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Three floating point tensors of one dtype on one device, with three axes at least."""
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-        alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.is_floating_point()
+        alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+        alike = alike and (q.is_floating_point() or q.is_complex())
         if alike and q.ndim >= 3 and k.ndim >= 3 and v.ndim >= 3:
             return
     for name, form, tensor in (
@@ -228,9 +256,8 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
     ):
         if not isinstance(tensor, Tensor):
             raise bad_type(name, f"a tensor {form}", tensor)
-        if not tensor.is_floating_point():
-            instead = "Embed tokens first." if not tensor.is_complex() else ""
-            raise bad_type(name, f"a floating point tensor {form}", tensor, "", instead)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise bad_type(name, f"a floating point or complex tensor {form}", tensor, "", "Embed tokens first.")
         if tensor.ndim < 3:
             instead = "For one head insert the axis with [..., None, :, :]."
             raise bad_value(name, f"at least three axes, {form}", describe(tensor), "", instead)

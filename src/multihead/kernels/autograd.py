@@ -24,6 +24,11 @@ def transform_refusals(request: Request) -> list[str]:
     return []
 
 
+def recording() -> bool:
+    """Whether torch.compile, torch.export or torch.jit.trace records a program, which must not depend on data."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def needs_definition(*grads: Tensor | None) -> bool:
     """Whether a backward pass must be made of plain differentiable operations: autograd runs it in grad mode for
     `create_graph=True`, and under a vmap of either kind for many gradients at once (`is_grads_batched=True`)."""
@@ -33,23 +38,19 @@ def needs_definition(*grads: Tensor | None) -> bool:
 
 
 def differentiable_gradients(
-    define: Callable[..., Attended],
-    inputs: Sequence[Tensor | None],
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
+    define: Callable[..., Attended], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Gradients to `inputs` that can be differentiated again, by way of the definition over them.
 
-    For the backward of a kernel when `needs_definition()`.
+    For the backward of a kernel when `needs_definition()`. `grads` are those of out, weights and lse.
     """
     with torch.enable_grad():
         # Aliases: were q, k and v one tensor, each would otherwise get the sum of all three gradients.
         aliases = [None if t is None else t.view_as(t) for t in inputs]
-        out, _, lse = define(*aliases)
-        pairs = [(y, g.to(y.dtype)) for y, g in ((out, grad_out), (lse, grad_lse)) if g is not None]
+        pairs = [(y, g.to(y.dtype)) for y, g in zip(define(*aliases), grads, strict=True) if g is not None]
         wanted = [t for t in aliases if t is not None and t.requires_grad]
         if not pairs or not wanted:
             return (None,) * len(aliases)
-        outputs, grads = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+        outputs, incoming = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, incoming, create_graph=True, allow_unused=True))
         return tuple(next(found) if t is not None and t.requires_grad else None for t in aliases)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels import flash_cpu
-from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
+from multihead.kernels.autograd import differentiable_gradients, needs_definition, recording, transform_refusals
 from multihead.kernels.tiles import FusedTiles, PlainTiles, Step, Tiles
 from multihead.request import Request
 
@@ -34,8 +34,10 @@ def refusals(request: Request) -> list[str]:
     """Why this kernel can't run the request; empty: it can."""
     reasons = transform_refusals(request)
     B, H, _, L, S, _, V = request.sizes
-    if torch.compiler.is_compiling():
-        reasons.append("torch.compile and torch.export: which blocks are visible is read from data while running")
+    if recording():
+        reasons.append(
+            "torch.compile, torch.export and tracing: which blocks are visible is read from data while running"
+        )
     if request.q.is_meta:
         reasons.append("meta: which blocks are visible is read from data, and there is none")
     if 0 in (B, H, L, S, V):
@@ -94,7 +96,7 @@ def _plan(request: Request, tile_bytes: int | None) -> list[Step]:
             width = sum(c.stop - c.start for c in columns)
             at_once = max(1, tile_bytes // (H // K * (rows.stop - rows.start) * width * 4))
         span = rows, slice(columns[0].start, columns[-1].stop)
-        for part, heads in _parts(batch, K, at_once):
+        for part, heads in parts(batch, K, at_once):
             steps.append(Step(len(steps), part, heads, rows, columns, masked, span))
     return steps if tile_bytes is not None else _with_spans(steps)
 
@@ -157,7 +159,7 @@ def _places(columns: list[slice], asked: list[slice]) -> list[tuple[slice, slice
     return places
 
 
-def _parts(batch: slice, K: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+def parts(batch: slice, K: int, at_once: int) -> Iterator[tuple[slice, slice]]:
     """Cut rows of the batch x key/value heads into parts of at most `at_once`: whole rows if they fit, else heads."""
     rows, heads = max(1, at_once // K), min(K, at_once)
     for b in range(batch.start, batch.stop, rows):
@@ -252,23 +254,11 @@ def _second_order(
     job: _Job, inputs: tuple[Tensor | None, ...], grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     request = job.request
-    q_positions, k_positions = request.positions()
 
     def define(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
-        return request.definition(
-            q,
-            k,
-            v,
-            request.mask,
-            bias=request.bias if bias is None else bias,
-            scale=request.scale,
-            softcap=request.softcap,
-            dropout_mask=_whole_dropout_mask(job, q, k, v),
-            q_positions=q_positions,
-            k_positions=k_positions,
-        )
+        return request.defined(q, k, v, request.bias if bias is None else bias, _whole_dropout_mask(job, q, k, v))
 
-    return differentiable_gradients(define, inputs, grad_out, grad_lse)
+    return differentiable_gradients(define, inputs, (grad_out, None, grad_lse))
 
 
 def _whole_dropout_mask(job: _Job, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:

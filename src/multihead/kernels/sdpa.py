@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multihead.kernels import flash_cpu
-from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
+from multihead.kernels.autograd import differentiable_gradients, needs_definition, recording, transform_refusals
 from multihead.masks import causal
 from multihead.positions import Position
 from multihead.request import Definition, Request
@@ -49,7 +49,7 @@ def refusals(request: Request) -> list[str]:
 
 def drawbacks(request: Request) -> list[str]:
     """Why another kernel should be preferred although this one can."""
-    if request.mask is None or torch.compiler.is_compiling() or request.q.is_meta or _is_square_causal(request):
+    if request.mask is None or recording() or request.q.is_meta or is_square_causal(request):
         return []
     if request.sizes.L * request.sizes.S < _WORTH_A_PLAN:
         return []
@@ -65,7 +65,7 @@ def drawbacks(request: Request) -> list[str]:
 
 def tables(request: Request) -> list[str]:
     """Which L x S tensors it makes besides those given, and why."""
-    has_table = request.mask is not None and not _is_square_causal(request) and not _is_last_token(request)
+    has_table = request.mask is not None and not is_square_causal(request) and not _is_last_token(request)
     if not has_table and not isinstance(request.bias, Position):
         return []
     _, _, _, L, S, _, _ = request.sizes
@@ -81,9 +81,9 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     if on_cpu and dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
 
-    is_causal, added, blind = _is_square_causal(request), None, None
+    is_causal, added, blind = is_square_causal(request), None, None
     if not is_causal and (request.mask is not None or request.bias is not None):
-        added, seen, blind = _additive_mask(request, q.dtype)
+        added, seen, blind = additive_mask(request, q.dtype)
         # Zeros in place of keys nobody sees and of queries that see nothing: NaN there must not come back as 0 * NaN.
         if seen is not None:
             k, v = k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
@@ -102,7 +102,7 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
         out, lse = flash_cpu.forward(q, k, v, added, is_causal, request.scale)
     else:
         out = F.scaled_dot_product_attention(
-            q, k, v, added, request.dropout, is_causal, scale=request.scale, enable_gqa=q.shape[1] != K
+            q, k, v, added, request.dropout, is_causal, scale=request.scale, enable_gqa=bool(q.shape[1] != K)
         )
         lse = None
 
@@ -114,7 +114,7 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     return (out if out.dtype == dtype else out.to(dtype)), lse
 
 
-def _is_square_causal(request: Request) -> bool:
+def is_square_causal(request: Request) -> bool:
     """Whether the operation's own causal flag says the same as the mask. It is top-left aligned, hence L = S, and hides
     before it scales, hence no negative scale."""
     if request.mask is None or request.mask != _CAUSAL or request.bias is not None or not request.has_default_positions:
@@ -129,7 +129,7 @@ def _is_last_token(request: Request) -> bool:
     return request.sizes.L == 1 and request.mask == _CAUSAL and request.has_default_positions
 
 
-def _additive_mask(request: Request, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def additive_mask(request: Request, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Bias and mask as one tensor to add (B or 1, H or 1, L or 1, S or 1), which keys anybody sees
     (B or 1, K or 1, S, 1), and which rows see nothing (B or 1, H or 1, L or 1)."""
     visible = None if _is_last_token(request) else request.visible()
@@ -184,7 +184,7 @@ class _Fused(torch.autograd.Function):
             def define(q: Tensor, k: Tensor, v: Tensor) -> Any:
                 return ctx.definition(q, k, v, _CAUSAL if ctx.is_causal else None, bias=added, scale=ctx.scale)
 
-            return *differentiable_gradients(define, (q, k, v), grad_out, grad_lse), None, None, None, None
+            return *differentiable_gradients(define, (q, k, v), (grad_out, None, grad_lse)), None, None, None, None
         if grad_out is None:
             if grad_lse is None:
                 return (None,) * 7

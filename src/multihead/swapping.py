@@ -1,0 +1,169 @@
+"""`swap`: the drop-in in place of every torch.nn.MultiheadAttention of a model, and `unswap`, the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from multihead.compat import MultiheadAttention, TorchMultiheadAttention, never_bypassed
+from multihead.errors import bad_type, bad_value, describe
+
+Only = str | Iterable[str] | Callable[[str, nn.Module], bool]
+
+_MARK = "_added_by_swap"  # the names of what swap added to a module, for unswap
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What `swap` or `unswap` did to a model. Print it, or read its fields; its length is the number of layers done."""
+
+    done: str  # "swapped" or "unswapped"
+    swapped: tuple[str, ...]  # names of the layers, as named_modules() has them
+    skipped: dict[str, str] = field(default_factory=dict)  # by name: why a layer was left as it is
+
+    def __len__(self) -> int:
+        return len(self.swapped)
+
+    def __str__(self) -> str:
+        layers = "layer" if len(self.swapped) == 1 else "layers"
+        lines = [f"{self.done} {len(self.swapped)} {layers} of attention" + (":" if self.swapped else "")]
+        lines += [f"  {name or '(the model itself)'}" for name in self.swapped]
+        lines += ["left as they are:"] if self.skipped else []
+        return "\n".join(lines + [f"  {name or '(the model itself)'}: {why}" for name, why in self.skipped.items()])
+
+
+def swap(model: nn.Module, only: Only | None = None) -> SwapReport:
+    """Make every torch.nn.MultiheadAttention in a model a `multihead.MultiheadAttention`, in place.
+
+    The layers stay the objects that they are, and so do their parameters, hooks and places in the model: optimizers
+    made before go on, state_dict has the same names.
+
+        print(multihead.swap(model))
+
+    Args:
+        model: any module; also a layer of attention itself.
+        only: which layers: a name as named_modules() has it, with * and ? as in file names ("encoder.*"), several of
+            them, or a function of (name, layer) that says whether. By default all.
+
+    Returns:
+        A `SwapReport`. Subclasses of torch's layer are left alone, and named there with the reason.
+
+    Raises:
+        TypeError: `model` is no module, or `only` none of these.
+        ValueError: a name in `only` fits no layer of attention.
+    """
+    swapped, skipped = [], {}
+    for name, layer in _chosen(model, only):
+        why = _why_not(layer)
+        if why is None:
+            _convert(layer)
+            swapped.append(name)
+        else:
+            skipped[name] = why
+    return SwapReport("swapped", tuple(swapped), skipped)
+
+
+def unswap(model: nn.Module, only: Only | None = None) -> SwapReport:
+    """Undo `swap`: its layers are torch.nn.MultiheadAttention again, in place, with the same parameters.
+
+    Args:
+        model, only: as for `swap`.
+
+    Returns:
+        A `SwapReport`. Layers that were not made by `swap`, or that were given what torch's layer does not have, are
+        left alone, and named there with the reason.
+
+    Raises:
+        ValueError, TypeError: as `swap`.
+    """
+    swapped, skipped = [], {}
+    for name, layer in _chosen(model, only):
+        if not isinstance(layer, MultiheadAttention):
+            continue
+        why = _why_not_back(layer)
+        if why is None:
+            _convert_back(layer)
+            swapped.append(name)
+        else:
+            skipped[name] = why
+    return SwapReport("unswapped", tuple(swapped), skipped)
+
+
+def _chosen(model: object, only: object) -> Iterator[tuple[str, TorchMultiheadAttention]]:
+    if not isinstance(model, nn.Module):
+        raise bad_type("model", "a torch.nn.Module", model)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, TorchMultiheadAttention)}
+    if only is None:
+        return iter(layers.items())
+    if callable(only):
+        return iter([(name, m) for name, m in layers.items() if only(name, m)])
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else None
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise bad_type("only", "a name, several names, or a function of (name, layer)", only)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            there = ", ".join(repr(name) for name in layers) or "none"
+            raise bad_value("only", "the name of a layer of attention", repr(pattern), "", f"The model has: {there}.")
+    return iter([(name, m) for name, m in layers.items() if any(fnmatchcase(name, p) for p in patterns)])
+
+
+def _why_not(layer: TorchMultiheadAttention) -> str | None:
+    if type(layer) is TorchMultiheadAttention:
+        return None
+    if isinstance(layer, MultiheadAttention):
+        return "it is multihead's already"
+    kind = type(layer).__name__
+    if nn.utils.parametrize.is_parametrized(layer):
+        return f"a {kind}: swap before parametrising"
+    return (
+        f"a {kind}, a subclass whose own code may count on torch's: swap before wrapping, or give it another base class"
+    )
+
+
+def _convert(layer: TorchMultiheadAttention) -> None:
+    """Torch's layer becomes the drop-in: its class, and the attributes that the drop-in has besides."""
+    has_bias = layer.in_proj_bias is not None
+    like = MultiheadAttention(
+        layer.embed_dim, layer.num_heads, float(layer.dropout), has_bias, layer.bias_k is not None, layer.add_zero_attn,
+        layer.kdim, layer.vdim, layer.batch_first, device="meta",
+    )  # fmt: skip
+    added = {name: value for name, value in vars(like).items() if name not in vars(layer)}
+    layer.__class__ = MultiheadAttention
+    layer.__dict__.update(added)
+    assert isinstance(layer, MultiheadAttention)
+    layer.add_projection_views()
+    layer.register_forward_pre_hook(never_bypassed)
+    layer.__dict__[_MARK] = tuple(added)
+
+
+def _why_not_back(layer: MultiheadAttention) -> str | None:
+    if type(layer) is not MultiheadAttention:
+        return f"a {type(layer).__name__}, a subclass of multihead's"
+    if _MARK not in vars(layer):
+        return "it was made as multihead's, not by swap"
+    plain = MultiheadAttention(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, device="meta")
+    for name in getattr(layer, _MARK):
+        if getattr(layer, name) != getattr(plain, name):
+            return f"torch's layer has no {name}, which was changed to {describe(getattr(layer, name))} since"
+    for name, projection in layer.named_children():
+        if (
+            name in dict(plain.named_children())
+            and name != "out_proj"
+            and type(projection) is not type(plain.get_submodule(name))
+        ):
+            return f"{name} was replaced since, and torch's layer has none"
+    return None
+
+
+def _convert_back(layer: MultiheadAttention) -> None:
+    for name, _ in list(layer.layers()):
+        delattr(layer, name)
+    for name in layer.__dict__.pop(_MARK):
+        layer.__dict__.pop(name, None)
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if hook is never_bypassed:
+            del layer._forward_pre_hooks[key]
+    layer.__class__ = TorchMultiheadAttention  # type: ignore[assignment]
