@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 
 from multihead import __version__, cli, demo
 from multihead.models import gpt
+from multihead.side_by_side import Sizes, train_both
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--context", "16", "--sample-length", "40"]
 POEM = "the cat sat on the mat. " * 40
@@ -36,7 +39,7 @@ def call(*arguments: object) -> Any:
 
 
 def tiny(*arguments: object) -> Any:
-    return call("demo", *TINY, *arguments)
+    return call("demo", *TINY, "--no-compare", *arguments)
 
 
 def refusal(result: Any) -> str:
@@ -125,7 +128,7 @@ def test_on_a_terminal_it_moves_a_bar(poem: Path, monkeypatch: pytest.MonkeyPatc
 def test_help_names_every_option_and_teaches():
     help_ = re.sub(r"\x1b\[[\d;]*m", "", call("demo", "--help").stdout)
     names = [re.sub("_", "-", name) for name in inspect.signature(demo.prepare).parameters]
-    assert len(names) == 11
+    assert len(names) == 12
     assert [name for name in names if f"--{name} " not in help_] == []
     assert "nats per character" in help_
     assert "multihead demo --text book.txt" in help_
@@ -141,11 +144,70 @@ def test_console_that_lacks_a_character(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "text.txt").write_text("äöü" * 100, encoding="utf-8")
     console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", console)
-    monkeypatch.setattr(sys, "argv", ["multihead", "demo", *TINY, "--steps", "1", "--text", str(tmp_path / "text.txt")])
+    line = ["multihead", "demo", *TINY, "--no-compare", "--steps", "1", "--text", str(tmp_path / "text.txt")]
+    monkeypatch.setattr(sys, "argv", line)
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 0
     assert b"???" in console.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+# The drop-in beside torch's layer -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two models small, and no processes to measure their memory."""
+    monkeypatch.setattr(demo, "Sizes", partial(Sizes, width=8, layers=1, heads=2))
+    monkeypatch.setattr(demo, "peak_memory", lambda *_: (30 * 2**20, None))
+
+
+@pytest.mark.usefixtures("small")
+def test_shows_the_drop_in_beside_torch(poem: Path):
+    result = call("demo", *TINY, "--text", poem, "--steps", 3)
+    assert (result.exit_code, result.stderr) == (0, "")
+    told = result.stdout.split("\nA model of torch.nn.MultiheadAttention, as it is and after multihead.swap(model):\n")[
+        1
+    ]
+    assert "batches of 1 x 512 characters" in told
+    assert "100%  step 3  losses " in told
+    assert re.search(r"^loss, step 3 +(\d\.\d{3}) +\1$", told, re.MULTILINE)
+    assert re.search(r"^peak memory +30 MiB +unknown$", told, re.MULTILINE)
+    assert told.splitlines()[-1].startswith("The losses a")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("asked", "seconds", "steps"),
+    [("--steps 3", math.inf, 3), ("--steps 61", math.inf, 60), ("--seconds 0.1", 0.1, math.inf)],
+)
+def test_compares_no_longer_than_it_trains(
+    poem: Path, monkeypatch: pytest.MonkeyPatch, asked: str, seconds: float, steps: float
+):
+    called: list[dict[str, Any]] = []
+
+    def record(text: torch.Tensor, sizes: Sizes, **lasts: Any) -> Any:
+        called.append(lasts)
+        return train_both(text, sizes, **(lasts | {"steps": 1}))
+
+    monkeypatch.setattr(demo, "train_both", record)
+    assert call("demo", *TINY, "--text", poem, *asked.split(), "--seed", 7).exit_code == 0
+    assert called == [{"seed": 7, "seconds": seconds, "steps": steps}]
+
+
+@pytest.mark.usefixtures("small")
+def test_compares_on_the_shortest_text(tmp_path: Path):
+    (tmp_path / "text.txt").write_text("ab\n" * 7)
+    result = call("demo", *TINY, "--text", tmp_path / "text.txt", "--steps", 2)
+    assert result.exit_code == 0, result.output
+    assert "batches of 1 x 18 characters" in result.stdout  # 19 to learn from, 2 kept back
+
+
+def test_need_not_compare(poem: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "train_both", interrupt)
+    result = tiny("--text", poem, "--steps", 1)
+    assert result.exit_code == 0
+    assert "swap" not in result.stdout
 
 
 # That it learns -----------------------------------------------------------------------------------------------------
@@ -178,7 +240,7 @@ def test_leaves_the_number_of_threads_as_it_was(poem: Path):
 
 def plan_of(text: Path, **changes: Any) -> demo.Plan:
     usual: dict[str, Any] = {"seconds": None, "steps": 1, "seed": 0, "threads": 1, "prompt": None, "sample_length": 1}
-    usual |= {"context": 16, "width": 16, "layers": 1, "heads": 2}
+    usual |= {"context": 16, "width": 16, "layers": 1, "heads": 2, "compare": False}
     return demo.prepare(text=text, **(usual | changes))
 
 
@@ -397,6 +459,16 @@ def test_ctrl_c_while_it_is_judged(poem: Path, monkeypatch: pytest.MonkeyPatch):
     result = tiny("--text", poem, "--steps", 3)
     assert (result.exit_code, result.stderr) == (130, "")
     assert "Stopped after step 3, at" in result.stdout
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", ["train_both", "peak_memory"])
+def test_ctrl_c_while_it_compares(poem: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(demo, name, interrupt)
+    result = call("demo", *TINY, "--text", poem, "--steps", 3)
+    assert (result.exit_code, result.stderr) == (130, "")
+    assert result.stdout.endswith("\nStopped: the comparison was not finished.\n")
+    assert "Stopped after" not in result.stdout
 
 
 @pytest.mark.parametrize("name", ["prepare", "sample"])  # while the text is read; again, while it writes

@@ -80,24 +80,24 @@ CALLS = {
     "dropout, long": ("blocks", long, {"dropout": 0.1}),
     "V != D, long": ("blocks", long | {"V": V}, {}),
     "equal heads": ("small", {"heads": (3, 3)}, {}),
-    "causal": ("sdpa", {}, {"mask": mh.causal()}),
+    "causal": ("small", {}, {"mask": mh.causal()}),
     "causal, long": ("sdpa", long, {"mask": mh.causal()}),
-    "causal, one query": ("sdpa", long | {"L": 1}, {"mask": mh.causal()}),
+    "causal, one query": ("small", long | {"L": 1}, {"mask": mh.causal()}),
     "causal, fewer queries": ("sdpa", long | {"L": 257}, {"mask": mh.causal()}),
-    "small window": ("sdpa", {}, {"mask": mh.window(left=2, right=0)}),
-    "small documents": ("sdpa", {}, {"mask": mh.documents(torch.arange(S) // 3)}),
-    "small padding": ("sdpa", {}, {"mask": mh.padding(torch.arange(S) % 2 > 0)}),
-    "small bias": ("sdpa", {}, {"bias": mh.ALiBi(H), "mask": mh.causal()}),
-    "lse": ("small", {}, {"return_lse": True}),
-    "sinks": ("small", {}, {"sinks": torch.zeros(H)}),
-    "scale": ("sdpa", {"S": L}, {"mask": mh.causal(), "scale": -1.0}),
-    "bf16": ("small", {"dtype": torch.bfloat16}, {}),
-    "f64": ("sdpa", {"dtype": f64}, {"mask": mh.causal()}),
-    "bias without a gradient": ("sdpa", {}, {"bias": torch.zeros(L, S)}),
+    "small window": ("small", {}, {"mask": mh.window(left=2, right=0)}),
+    "small documents": ("small", {}, {"mask": mh.documents(torch.arange(S) // 3)}),
+    "small padding": ("small", {}, {"mask": mh.padding(torch.arange(S) % 2 > 0)}),
+    "small bias": ("small", {}, {"bias": mh.ALiBi(H), "mask": mh.causal()}),
+    "lse": ("sdpa", {}, {"return_lse": True}),
+    "sinks": ("sdpa", {}, {"sinks": torch.zeros(H)}),
+    "scale": ("small", {"S": L}, {"mask": mh.causal(), "scale": -1.0}),
+    "bf16": ("sdpa", {"dtype": torch.bfloat16}, {}),
+    "f64": ("small", {"dtype": f64}, {"mask": mh.causal()}),
+    "bias without a gradient": ("small", {}, {"bias": torch.zeros(L, S)}),
     "nearly all visible": ("sdpa", long, {"mask": mh.lengths(LONG - 17)}),
     "a dense table": ("sdpa", long, {"mask": table < 0.5}),
     "window": ("blocks", long, {"mask": mh.window(left=63, right=0)}),
-    "window, one query": ("sdpa", long | {"L": 1}, {"mask": mh.window(left=63, right=0)}),
+    "window, one query": ("small", long | {"L": 1}, {"mask": mh.window(left=63, right=0)}),
     "documents": ("blocks", long, {"mask": mh.documents(torch.arange(LONG) // 100)}),
     "causal documents": ("blocks", long, {"mask": mh.causal() & mh.documents(torch.arange(LONG) // 600)}),
     "lengths": ("blocks", long | {"batch": 2}, {"mask": mh.lengths([500, 67])}),
@@ -108,8 +108,8 @@ CALLS = {
     "dropout, causal": ("blocks", long, {"dropout": 0.1, "mask": mh.causal()}),
     "softcap": ("blocks", {}, {"softcap": 5.0}),
     "V != D": ("small", {"V": V}, {}),
-    "bias with a gradient": ("blocks", {}, {"bias": torch.zeros(L, S, requires_grad=True)}),
-    "learned position": ("blocks", {}, {"bias": mh.T5Bias(H)}),
+    "bias with a gradient": ("small", {}, {"bias": torch.zeros(L, S, requires_grad=True)}),
+    "learned position": ("small", {}, {"bias": mh.T5Bias(H)}),
     "no rows": ("reference", {"batch": 0}, {}),
     "no queries": ("reference", {"L": 0}, {"mask": mh.causal()}),
     "no keys": ("reference", {"S": 0}, {}),
@@ -184,9 +184,20 @@ def test_forward_mode_is_left_to_the_definition(kernel):
         assert what_ran(lambda: mh.attention(q, k, dual))[0] == "reference"
 
 
+def test_dropout_draws_alike_with_and_without_gradients():
+    """The first pass of a checkpoint records none, the second does: both have to take the same kernel."""
+    for sizes in ({}, long, {"V": V}, {"dtype": f64}):
+        qkv, outs = tensors(**sizes), []
+        for recorded in (True, False):
+            torch.manual_seed(3)
+            with torch.set_grad_enabled(recorded):
+                outs.append(mh.attention(*qkv, dropout=0.4))
+        assert torch.equal(*outs)
+
+
 def test_a_learned_bias_is_no_obstacle_where_nothing_is_recorded():
     qkv, bias = tensors(), torch.zeros(L, S, requires_grad=True)
-    assert what_ran(lambda: mh.attention(*qkv, bias=bias))[0] == "blocks"
+    assert what_ran(lambda: mh.attention(*qkv, bias=bias))[0] == "small"
     with torch.no_grad():
         assert what_ran(lambda: mh.attention(*qkv, bias=bias))[0] == "sdpa"
 
@@ -323,7 +334,7 @@ def test_lse_is_made_only_where_it_is_asked_for():
     qkv = tensors()
     assert isinstance(mh.attention(*qkv), Tensor)
     out, lse = mh.attention(*qkv, return_lse=True)
-    assert torch.equal(out, mh.attention(*qkv))
+    torch.testing.assert_close(out, mh.attention(*qkv))  # by another kernel
     assert lse.shape == (B, H, L)
 
 

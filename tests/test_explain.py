@@ -119,7 +119,7 @@ def test_it_does_not_matter_where_it_is_asked(training):
             with mode():
                 answers.append(mh.explain(layer, **asked))
         assert len({str(answer) for answer in answers}) == 1
-        assert answers[0].kernel == ("blocks" if training else "sdpa")
+        assert answers[0].kernel == ("small" if training else "sdpa")
 
 
 @pytest.mark.parametrize("name", LAYERS)

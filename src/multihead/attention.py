@@ -203,7 +203,7 @@ def attention_with_mean_weights(
                 reference.attention,
             )  # fmt: skip
             if not small.refusals(request) and small.is_small(request, small.MOST_WITH_WEIGHTS):
-                out, _, weights = small.attend(request)
+                out, weights = small.attend(request)
                 mean = weights.mean(1)
             elif not rows.refusals(request):
                 out, mean = rows.attend(request, average=True)

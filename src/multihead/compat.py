@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from multihead.attention import attention, attention_weights
 from multihead.errors import bad_input, bad_type, bad_value, check_size, describe, is_number
-from multihead.layouts import TOKENS_FIRST, Layout, Ragged
-from multihead.masks import Mask, lengths, window
+from multihead.layouts import TOKENS_FIRST, Layout, Ragged, read_nested, without_padding
+from multihead.masks import Mask, window
 from multihead.module import AttentionLayer, Look, Positions, check_flags, split_positions
 from multihead.plane import Plane, default_positions
-from multihead.positions import Position, without_lowest
+from multihead.positions import Position
 from multihead.projections import ProjectionView
 from multihead.rotary import Rotary
-from multihead.torch_masks import from_torch
+from multihead.torch_masks import check_masks, mask_and_bias, sum_of
 
 TorchMultiheadAttention = nn.MultiheadAttention  # as it was before anybody put the drop-in in its place
 
@@ -127,14 +127,21 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
         """Add the submodules that show the parameters as projections."""
         if self._qkv_same_embed_dim:
             rows = self._width("qkv")
-            self.in_proj = ProjectionView(self, self.embed_dim, rows, "in_proj_weight", "in_proj_bias", None)
+            view = ProjectionView(self, self.embed_dim, rows, "in_proj_weight", "in_proj_bias", None)
+            self.in_proj = view.train(self.training)
             return
         start = 0
         for part, width in self._inputs.items():
             rows = self._width(part)
             view = ProjectionView(self, width, rows, f"{part}_proj_weight", "in_proj_bias", slice(start, start + rows))
-            self.add_module(f"{part}_proj", view)
+            self.add_module(f"{part}_proj", view.train(self.training))
             start += rows
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.DataParallel builds replicas by setting copies of the children: a view shows the replica that it is set in.
+        if isinstance(value, ProjectionView) and getattr(self, "_is_replica", False):
+            value.__dict__["owner"] = self
+        super().__setattr__(name, value)
 
     def _reset_own_parameters(self) -> None:
         super()._reset_own_parameters()
@@ -208,21 +215,31 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
         places = split_positions(positions, key is query)
         sources, layouts, (N, L, S) = self._read(query, key, value)
         if isinstance(layouts[0], Ragged) or isinstance(layouts[1], Ragged):
-            mask, places = _without_padding(layouts, mask, places, key_padding_mask, key is query, L, S, query.device)
+            mask, places = without_padding(layouts, mask, places, key_padding_mask, key is query, L, S, query.device)
         plane = Plane(() if N is None else (N,), self.num_heads, L, S, query.device)
+        masks = None
+        if attn_mask is not None or key_padding_mask is not None or is_causal is not False:
+            masks = check_masks(attn_mask, key_padding_mask, is_causal, plane)
         whole: Mask | None = None
         total: Tensor | Position | None = None
         if any(part is not None for part in (mask, bias, positions, self.mask, self.position)):
             whole, total = self.joined(mask, bias, plane, *places, key is query)
-        if attn_mask is not None or key_padding_mask is not None or is_causal is not False:
-            hidden, added = from_torch(attn_mask, key_padding_mask, is_causal, plane, places != (None, None))
+        if masks is not None:
+            wide = torch.promote_types(query.real.dtype if query.is_complex() else query.dtype, torch.float32)
+            hidden, added = mask_and_bias(masks, plane, wide, places != (None, None))
             whole = hidden if whole is None else whole if hidden is None else hidden & whole
-            total = total if added is None else _sum(added, total, plane, places)
+            if added is not None:
+                if isinstance(total, Position):
+                    other = total.bias(*default_positions(L, S, *places, query.device))
+                else:
+                    other = total
+                total = added if other is None else sum_of((added, other), wide)
         out, weights = self.compute(
             *sources, whole, look, layouts=layouts, bias=total, q_positions=places[0], k_positions=places[1],
         )  # fmt: skip
         if isinstance(layouts[0], Ragged):
             out = layouts[0].nested(out)
+            weights = None if weights is None else layouts[0].only_tokens(weights)
         return out, None if weights is None else weights.to(out.real.dtype if out.is_complex() else out.dtype)
 
     def attend(
@@ -295,7 +312,7 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
                 raise self._misfit(name, (query, key, value), axis, letter, width)
             self.check_kind(name, tensor)
         if query.is_nested or key.is_nested or value.is_nested:
-            return _read_nested(query, key, value)
+            return read_nested(query, key, value)
         if key.shape[:-1] != value.shape[:-1]:
             expected = f"the batch and length of key, {tuple(key.shape[:-1])}"
             raise bad_input("value", expected, describe(value), "Each key has one value.")
@@ -336,8 +353,12 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
             in_torch = f"query should be unbatched 2D or batched 3D tensor but received {tensor.dim()}-D query tensor"
             otherwise = "Only the axis of the tokens may be ragged."
             raise bad_input(name, form, f"one of {tensor.dim()} axes", otherwise, in_torch if name == "query" else "")
-        if tensor.size(-1) != width:
-            raise bad_value(name, form, f"one of width {tensor.size(-1)}")
+        try:
+            wide = tensor.size(-1)
+        except RuntimeError:  # torch's answer for an axis on which rows differ
+            wide = "that differs from row to row"
+        if wide != width:
+            raise bad_input(name, form, f"one of width {wide}")
 
     def extra_repr(self) -> str:
         """The configuration, as the constructor takes it."""
@@ -357,68 +378,6 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
 def never_bypassed(module: nn.Module, args: object) -> None:
     """A hook that does nothing. torch.nn.TransformerEncoderLayer calls the layers inside of it only if there is one:
     in eval without gradients it would otherwise compute with the parameters itself."""
-
-
-def _read_nested(
-    query: Tensor, key: Tensor, value: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Layout | None, Layout | None], tuple[int | None, int, int]]:
-    found: dict[int, Ragged] = {}
-    for tensor in (query, key, value):
-        if tensor.is_nested and id(tensor) not in found:
-            found[id(tensor)] = Ragged(tensor)
-    q_rows, k_rows, v_rows = (found.get(id(tensor)) for tensor in (query, key, value))
-    if (k_rows is None) != (v_rows is None):
-        raise bad_value("value", "nested where key is", "one of both", "Each key has one value.")
-    if k_rows is not None and v_rows is not None and k_rows.counts != v_rows.counts:
-        raise bad_value(
-            "value", f"rows as long as those of key, {k_rows.counts}", f"{v_rows.counts}", "Each key has one value."
-        )
-    if k_rows is None and key.shape[:-1] != value.shape[:-1]:
-        raise bad_value("value", f"the batch and length of key, {tuple(key.shape[:-1])}", describe(value))
-    (N, L), (rows, S) = (
-        (len(r.counts), r.longest) if r is not None else t.shape[:2] for r, t in ((q_rows, query), (k_rows, key))
-    )
-    if rows != N:
-        raise bad_value("key", f"the batch size of query, {N}", rows)
-    sources = [t if r is None else r.values for r, t in ((q_rows, query), (k_rows, key), (v_rows, value))]
-    return (sources[0], sources[1], sources[2]), (q_rows, k_rows), (N, L, S)
-
-
-def _sum(
-    added: Tensor, bias: Tensor | Position | None, plane: Plane, places: tuple[Tensor | None, Tensor | None]
-) -> Tensor:
-    """Two biases as one. Each by itself hides by the lowest number of its own dtype, see `without_lowest`."""
-    if isinstance(bias, Position):
-        bias = bias.bias(*default_positions(plane.L, plane.S, *places, plane.device))
-    return added if bias is None else without_lowest(added) + without_lowest(bias)
-
-
-def _without_padding(
-    layouts: tuple[Layout | None, Layout | None],
-    mask: Mask | Tensor | None,
-    places: tuple[Tensor | None, Tensor | None],
-    key_padding_mask: Tensor | None,
-    is_self: bool,
-    L: int,
-    S: int,
-    device: torch.device,
-) -> tuple[Mask | Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """Mask and positions of a call with nested inputs: only tokens that are there can be seen, and unless it is told
-    otherwise the queries are the last tokens of their own row, however long it is."""
-    if isinstance(layouts[1], Ragged):
-        if key_padding_mask is not None:
-            got = describe(key_padding_mask)
-            raise bad_value("key_padding_mask", "None with a nested key", got, "It has no padding.")
-        there = lengths(layouts[1].lengths)
-        mask = there if mask is None else there & mask
-    if is_self or places != (None, None):
-        return mask, places
-    q_end, k_end = (
-        layout.lengths if isinstance(layout, Ragged) else n for layout, n in zip(layouts, (L, S), strict=True)
-    )
-    first = k_end - q_end  # (N,): at least one of the two is a tensor
-    assert isinstance(first, Tensor)
-    return mask, (first[:, None] + torch.arange(L, device=device), torch.arange(S, device=device))
 
 
 def _rotary(rope_theta: object, position: Position | None) -> Rotary:

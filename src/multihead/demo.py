@@ -1,6 +1,7 @@
 """The demo: a small GPT of `Attention` layers learns a text, one character at a time, in about a minute on a CPU.
 
 `prepare` checks every option and reads the text, `train` learns, `sample` writes, and `run` shows it on a console.
+Then the drop-in is shown beside torch's layer: see `side_by_side.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -23,6 +24,7 @@ from multihead.errors import bad_type, bad_value, check_size, is_number
 from multihead.explain import explain
 from multihead.models.gpt import GPT, loss_of, sample
 from multihead.module import Attention
+from multihead.side_by_side import Sizes, peak_memory, table, train_both
 
 INTERRUPTED = 130  # the exit code that shells give to a command ended by Ctrl-C
 
@@ -32,6 +34,8 @@ _MOST_PARAMETERS = 100_000_000
 _MOST_CONTEXT = 8192
 _MOST_THREADS = 256
 _SECONDS_BETWEEN_LINES = 10
+_MOST_COMPARED_SECONDS = 8.0
+_MOST_COMPARED_STEPS = 60  # where steps were asked for: takes about as long
 
 
 # What is asked for --------------------------------------------------------------------------------------------------
@@ -54,6 +58,7 @@ class Plan:
     layers: int
     heads: int
     threads: int
+    compare: bool  # whether the drop-in is shown beside torch's layer
 
     @property
     def batch(self) -> int:
@@ -78,6 +83,7 @@ def prepare(
     threads: int,
     prompt: str | None,
     sample_length: int,
+    compare: bool,
 ) -> Plan:
     """Check everything and read the text, before anything is computed.
 
@@ -90,6 +96,7 @@ def prepare(
         threads: how many of the CPU's cores to use.
         prompt: what the sample starts with; None for a new line.
         sample_length: how many characters to write.
+        compare: whether to show the drop-in beside torch's layer.
 
     Raises:
         ValueError, TypeError: something can't be done; the message names the command line's option.
@@ -153,6 +160,7 @@ def prepare(
         layers=layers,
         heads=heads,
         threads=threads,
+        compare=compare,
     )
 
 
@@ -267,7 +275,7 @@ def validate(model: GPT, plan: Plan, most: int = 512) -> float:
 
 
 def run(plan: Plan, console: Console) -> int:
-    """Train, then show what was learned. Ctrl-C ends it early, with what has been reached.
+    """Train, then show what was learned, then the drop-in. Ctrl-C ends it early, with what has been reached.
 
     Returns:
         The exit code: 0, or `INTERRUPTED`.
@@ -283,7 +291,7 @@ def run(plan: Plan, console: Console) -> int:
         _say(console, f"{parameters:,} parameters, --threads {plan.threads}. Ctrl-C ends it early.\n")
         with _display(console) as show:
             for reached in train(model, plan):
-                show(reached)
+                show(reached.share, reached.seconds, _line(reached))
         assert reached is not None  # a plan has at least one step
         _report(console, model, plan, parameters, reached)
     except KeyboardInterrupt:
@@ -293,14 +301,48 @@ def run(plan: Plan, console: Console) -> int:
             _say(console, f"\nStopped after step {reached.steps:,}, at a training loss of {reached.loss:.3f}.")
             _show_sample(console, model, plan, min(plan.sample_length, 100))
         return INTERRUPTED
+    else:
+        return _compare(console, plan) if plan.compare else 0
     finally:
         torch.set_num_threads(threads_before)
+
+
+def _compare(console: Console, plan: Plan) -> int:
+    """Show the drop-in beside torch's layer, in a model whose sizes are fixed.
+
+    Returns:
+        The exit code.
+    """
+    sizes = Sizes(len(plan.vocabulary))
+    sizes = replace(sizes, context=min(sizes.context, len(plan.train) - 1))
+    lasts = {"seconds": min(plan.seconds, _MOST_COMPARED_SECONDS), "steps": math.inf}
+    if plan.steps < math.inf:
+        lasts = {"seconds": math.inf, "steps": min(plan.steps, _MOST_COMPARED_STEPS)}
+    _say(console, "\nA model of torch.nn.MultiheadAttention, as it is and after multihead.swap(model):")
+    _say(console, f"the same weights, the same batches of {sizes.batch} x {sizes.context} characters, in turn.\n")
+    done = []
+    try:
+        with _display(console) as show:
+            for both in train_both(plan.train, sizes, seed=plan.seed, **lasts):
+                done.append(both)
+                show(both.share, both.seconds, f"step {len(done):,}  losses {both.losses[0]:.3f}, {both.losses[1]:.3f}")
+            show(1.0, both.seconds, "now the peak memory of each, in a process of its own")
+            memory = peak_memory(sizes, plan.threads)
+    except KeyboardInterrupt:
+        _say(console, "\nStopped: the comparison was not finished.")
+        return INTERRUPTED
+    _say(console, "")
+    for line in table(done, sizes, memory):
+        _say(console, line)
     return 0
 
 
 @contextmanager
-def _display(console: Console) -> Generator[Callable[[Reached], None], None, None]:
-    """What to call after each step: it moves a bar, or where no bar can be drawn, writes a line now and then."""
+def _display(console: Console) -> Generator[Callable[[float, float, str], None], None, None]:
+    """What to call after each step, with the share that is done, the seconds it took and a line about it.
+
+    It moves a bar, or where no bar can be drawn, writes a line now and then.
+    """
     if not console.is_terminal or console.is_dumb_terminal:
         yield _Lines(console).show
         return
@@ -308,7 +350,7 @@ def _display(console: Console) -> Generator[Callable[[Reached], None], None, Non
     columns = (BarColumn(bar_width=20), *times, TextColumn("{task.description}"))
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda reached: bar.update(task, completed=reached.share, description=_line(reached))
+        yield lambda share, _, line: bar.update(task, completed=share, description=line)
 
 
 class _Lines:
@@ -317,10 +359,10 @@ class _Lines:
     def __init__(self, console: Console) -> None:
         self.console, self.due = console, 0.0
 
-    def show(self, reached: Reached) -> None:
-        if reached.seconds >= self.due or reached.share == 1:
-            self.due = reached.seconds + _SECONDS_BETWEEN_LINES
-            _say(self.console, f"{reached.share:4.0%}  {_line(reached)}")
+    def show(self, share: float, seconds: float, line: str) -> None:
+        if seconds >= self.due or share == 1:
+            self.due = seconds + _SECONDS_BETWEEN_LINES
+            _say(self.console, f"{share:4.0%}  {line}")
 
 
 def _line(reached: Reached) -> str:

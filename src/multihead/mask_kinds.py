@@ -166,8 +166,12 @@ class Window(Mask):
     def check(self, plane: Plane) -> None:
         pass
 
+    def is_causal(self) -> bool:
+        """Whether it is `causal()`. No comparison of dataclasses: compiled code may hold `right` as a symbol."""
+        return self.left is None and self.right is not None and self.right == 0
+
     def __repr__(self) -> str:
-        return "causal()" if (self.left, self.right) == (None, 0) else f"window(left={self.left}, right={self.right})"
+        return "causal()" if self.is_causal() else f"window(left={self.left}, right={self.right})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -192,9 +192,11 @@ class AttentionLayer(Projections):
         return (out if self.out_dropout is None else self.out_dropout(out)), weights
 
     def is_simple(self) -> bool:
-        """Whether it has nothing but projections and as many key/value heads as heads, all as torch.nn has them."""
+        """Whether it has nothing but projections and as many key/value heads as heads, all as torch.nn has them, and
+        computes in its own way."""
         return (
-            self.position is None and self.q_norm is None and self.gate_proj is None and self.sinks is None
+            _is_own(self.project) and _is_own(self.attend)
+            and self.position is None and self.q_norm is None and self.gate_proj is None and self.sinks is None
             and self.softcap is None and self.scale is None and self.mask is None and self.out_dropout is None
             and self.num_kv_heads == self.num_heads and self.value_dim == self.head_dim
             and self.num_heads * self.head_dim == self.embed_dim == self.out_dim
@@ -360,6 +362,11 @@ def _draw(weight: Tensor) -> None:
 def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """The norm in the dtype of its gain, which autocast leaves alone: it has no fused operation for a mixture."""
     return norm(x) if norm.weight is None or norm.weight.dtype == x.dtype else norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
+def _is_own(method: Callable[..., Any]) -> bool:
+    """Whether a method is this package's, and not a subclass' or put in its place."""
+    return str(getattr(method, "__module__", "")).startswith(f"{__package__}.")
 
 
 def split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Tensor | None]:

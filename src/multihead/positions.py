@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multihead.errors import bad_type, bad_value, check_size, describe, is_number
@@ -77,7 +78,7 @@ def without_lowest(bias: Tensor) -> Tensor:
     Models write `torch.finfo(dtype).min` where they mean -inf. Added to a score it swallows all digits of it, so that a
     row of nothing else would be neither hidden nor a softmax of its scores.
     """
-    return bias.masked_fill(bias < torch.finfo(bias.dtype).min / 2, -math.inf)
+    return F.threshold(bias, torch.finfo(bias.dtype).min / 2, -math.inf)
 
 
 def check_positions(argument: str, letter: str, positions: object, heads: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from multihead.errors import bad_value, describe
 from multihead.layouts import Layout
@@ -240,7 +241,7 @@ def _some_rows(projection: Any, x: Tensor, rows: slice, whole: int) -> Tensor:
 def is_plain(projection: Any) -> bool:
     """Whether it is a linear map and nothing else: no other subclass, parametrisation, hook, or forward of its own."""
     return (
-        type(projection) in (nn.Linear, ProjectionView)
+        type(projection) in (nn.Linear, NonDynamicallyQuantizableLinear, ProjectionView)
         and "forward" not in projection.__dict__
         and not (
             projection._forward_hooks

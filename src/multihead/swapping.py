@@ -10,6 +10,7 @@ from torch import nn
 
 from multihead.compat import MultiheadAttention, TorchMultiheadAttention, never_bypassed
 from multihead.errors import bad_type, bad_value, describe
+from multihead.projections import ProjectionView, is_plain
 
 Only = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
@@ -95,19 +96,29 @@ def unswap(model: nn.Module, only: Only | None = None) -> SwapReport:
 def _chosen(model: object, only: object) -> Iterator[tuple[str, TorchMultiheadAttention]]:
     if not isinstance(model, nn.Module):
         raise bad_type("model", "a torch.nn.Module", model)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, TorchMultiheadAttention)}
+    named = model.named_modules(remove_duplicate=False)
+    layers = {name: m for name, m in named if isinstance(m, TorchMultiheadAttention)}
     if only is None:
-        return iter(layers.items())
-    if callable(only):
-        return iter([(name, m) for name, m in layers.items() if only(name, m)])
-    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else None
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        wanted = layers
+    elif callable(only):
+        wanted = {name: m for name, m in layers.items() if only(name, m)}
+    else:
+        wanted = {name: layers[name] for name in _fitting(only, list(layers))}
+    once: dict[int, tuple[str, TorchMultiheadAttention]] = {}
+    for name, layer in wanted.items():
+        once.setdefault(id(layer), (name, layer))  # of a shared layer the first name
+    return iter(once.values())
+
+
+def _fitting(only: object, names: list[str]) -> list[str]:
+    patterns = [only] if isinstance(only, str) else list(only) if isinstance(only, Iterable) else []
+    if not isinstance(only, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
         raise bad_type("only", "a name, several names, or a function of (name, layer)", only)
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in layers):
-            there = ", ".join(repr(name) for name in layers) or "none"
+        if not any(fnmatchcase(name, pattern) for name in names):
+            there = ", ".join(repr(name) for name in names) or "none"
             raise bad_value("only", "the name of a layer of attention", repr(pattern), "", f"The model has: {there}.")
-    return iter([(name, m) for name, m in layers.items() if any(fnmatchcase(name, p) for p in patterns)])
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _why_not(layer: TorchMultiheadAttention) -> str | None:
@@ -141,20 +152,19 @@ def _convert(layer: TorchMultiheadAttention) -> None:
 
 def _why_not_back(layer: MultiheadAttention) -> str | None:
     if type(layer) is not MultiheadAttention:
-        return f"a {type(layer).__name__}, a subclass of multihead's"
+        kind = type(layer).__name__
+        parametrised = nn.utils.parametrize.is_parametrized(layer)
+        return f"a {kind}: remove the parametrisation first" if parametrised else f"a {kind}, a subclass of multihead's"
     if _MARK not in vars(layer):
         return "it was made as multihead's, not by swap"
     plain = MultiheadAttention(layer.embed_dim, layer.num_heads, kdim=layer.kdim, vdim=layer.vdim, device="meta")
     for name in getattr(layer, _MARK):
         if getattr(layer, name) != getattr(plain, name):
             return f"torch's layer has no {name}, which was changed to {describe(getattr(layer, name))} since"
-    for name, projection in layer.named_children():
-        if (
-            name in dict(plain.named_children())
-            and name != "out_proj"
-            and type(projection) is not type(plain.get_submodule(name))
-        ):
-            return f"{name} was replaced since, and torch's layer has none"
+    for name, _ in layer.layers():
+        projection = layer.get_submodule(name)
+        if type(projection) is not ProjectionView or not is_plain(projection):
+            return f"{name} was replaced, wrapped or hooked since, and torch's layer has none"
     return None
 
 

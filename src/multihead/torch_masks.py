@@ -6,10 +6,16 @@ expanded over heads or rows of the batch: what is the same for all stays one.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from multihead.errors import bad_input, bad_type, bad_value, describe
+from multihead.kernels.autograd import readable
 from multihead.masks import Mask, causal, dense, padding
 from multihead.plane import Plane
 from multihead.positions import without_lowest
@@ -17,10 +23,16 @@ from multihead.positions import without_lowest
 _CAUSAL = causal()
 
 
-def from_torch(
-    attn_mask: object, key_padding_mask: object, is_causal: object, plane: Plane, has_positions: bool
-) -> tuple[Mask | None, Tensor | None]:
-    """Who may see whom, and what is added to the scores.
+class TorchMasks(NamedTuple):
+    """The mask arguments of one call, checked and as they came."""
+
+    attn_mask: Tensor | None
+    key_padding_mask: Tensor | None
+    is_causal: bool
+
+
+def check_masks(attn_mask: object, key_padding_mask: object, is_causal: object, plane: Plane) -> TorchMasks:
+    """Whether the arguments fit.
 
     Args:
         attn_mask: (L, S), (N, L, S), (N*H, L, S), or (N, H, L, S) with 1 for any axis; without a batch (L, S) or
@@ -28,36 +40,51 @@ def from_torch(
         key_padding_mask: (N, S), without a batch (S,).
         is_causal: adds the causal mask to whatever the other two say.
         plane: L, S and H, with the batch axis (N,) or none.
-        has_positions: whether the call says where tokens stand.
 
     Raises:
         ValueError, TypeError: something does not fit; in the caller's names.
     """
     if is_causal is not True and is_causal is not False:
         raise bad_type("is_causal", "True or False", is_causal)
-    parts: list[tuple[Tensor, bool]] = []  # (a table that broadcasts to (N, H, L, S), whether it is the padding mask)
-    if key_padding_mask is not None:
-        parts.append((_padding("key_padding_mask", key_padding_mask, plane), True))
-    if attn_mask is not None:
-        table = _table("attn_mask", attn_mask, plane)
-        if not (is_causal and not has_positions and plane.L <= plane.S and _says_no_more_than_causal(table)):
-            parts.append((table, False))
+    padding = None if key_padding_mask is None else _checked_padding("key_padding_mask", key_padding_mask, plane)
+    table = None if attn_mask is None else _checked_table("attn_mask", attn_mask, plane)
+    return TorchMasks(table, padding, is_causal)
 
+
+def mask_and_bias(
+    given: TorchMasks, plane: Plane, dtype: torch.dtype, has_positions: bool
+) -> tuple[Mask | None, Tensor | None]:
+    """Who may see whom, and what is added to the scores.
+
+    Args:
+        dtype: of the scores; where two float masks come together they are added in it.
+        has_positions: whether the call says where tokens stand.
+    """
+    table, padded, is_causal = given
+    if table is not None and not has_positions and _is_causal_table(table):
+        table, is_causal = None, True  # it is computed with less work when it is known
     mask: Mask | None = _CAUSAL if is_causal else None
-    bias: Tensor | None = None
-    for table, is_padding in parts:
+    biases: list[Tensor] = []
+    if padded is not None and padded.dtype == torch.bool:
+        mask = padding(~padded) if mask is None else padding(~padded) & mask
+    elif padded is not None:
+        biases.append(padded[None] if padded.ndim == 1 else padded[:, None, None])  # (1, S), (N, 1, 1, S)
+    if table is not None:
+        table = _by_head(table, plane)
         if table.dtype == torch.bool:
-            part = padding(~table) if is_padding else dense(~table)
-            mask = part if mask is None else part & mask
+            mask = dense(~table) if mask is None else dense(~table) & mask
         else:
-            added = _over_keys(table) if is_padding else table
-            # Each by itself: the lowest number of one dtype is nothing special in another, nor in a sum.
-            bias = added if bias is None else without_lowest(bias) + without_lowest(added)
-    return mask, bias
+            biases.append(table)
+    return mask, biases[0] if len(biases) == 1 else sum_of(biases, dtype) if biases else None
 
 
-def _over_keys(table: Tensor) -> Tensor:  # (S,) or (N, S) -> (1, S) or (N, 1, 1, S)
-    return table[None] if table.ndim == 1 else table[:, None, None]
+def sum_of(biases: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Biases as one, added in `dtype`. Each hides by the lowest number of its own dtype (`without_lowest`), which is
+    nothing special in another."""
+    total = without_lowest(biases[0]).to(torch.promote_types(biases[0].dtype, dtype))
+    for bias in biases[1:]:
+        total = total + without_lowest(bias).to(torch.promote_types(bias.dtype, dtype))
+    return total
 
 
 def _check_kind(name: str, table: object, form: str, device: torch.device) -> Tensor:
@@ -78,7 +105,7 @@ def _check_kind(name: str, table: object, form: str, device: torch.device) -> Te
     return table
 
 
-def _padding(name: str, given: object, plane: Plane) -> Tensor:
+def _checked_padding(name: str, given: object, plane: Plane) -> Tensor:
     assert plane.batch is not None
     form, want = ("(N, S)" if plane.batch else "(S,)"), (*plane.batch, plane.S)
     table = _check_kind(name, given, form, plane.device)
@@ -90,29 +117,21 @@ def _padding(name: str, given: object, plane: Plane) -> Tensor:
             f"the shape {form} = {want}",
             describe(table),
             f"It says of each key whether to ignore it.{hint}",
-            f"expected `{name}` to be `None` or {len(want)}-D but found {table.ndim}-D tensor instead",
+            f"expected `{name}` to be `None` or {len(want)}-D but found {table.ndim}-D tensor instead"
+            if table.ndim != len(want)
+            else "",
         )
     return table
 
 
-def _table(name: str, given: object, plane: Plane) -> Tensor:
-    """A mask of any allowed shape, brought to one that broadcasts to (N, H, L, S), or (H, L, S) without a batch."""
-    assert plane.batch is not None
-    assert plane.heads is not None
-    N, H, L, S = (plane.batch[0] if plane.batch else None), plane.heads, plane.L, plane.S
+def _checked_table(name: str, given: object, plane: Plane) -> Tensor:
+    N, H, L, S = _sizes(plane)
     form = "(L, S) or (H, L, S)" if N is None else "(L, S), (N, L, S), (N*H, L, S) or (N, H, L, S)"
     table = _check_kind(name, given, form, plane.device)
-    shape = tuple(table.shape)
-    rows = 1 if N is None else N
-    if shape == (L, S):
+    shape, rows = tuple(table.shape), 1 if N is None else N
+    allowed = shape == (L, S) or (len(shape) == 3 and shape[1:] == (L, S) and shape[0] in (1, rows, rows * H))
+    if allowed or (len(shape) == 4 and all(h in (1, n) for h, n in zip(shape, (rows, H, L, S), strict=True))):
         return table
-    if len(shape) == 3 and shape[1:] == (L, S):
-        if shape[0] == rows * H:
-            return table if N is None else table.unflatten(0, (N, H))
-        if shape[0] in (1, rows):
-            return table if N is None else table[:, None]
-    if len(shape) == 4 and all(have in (1, need) for have, need in zip(shape, (rows, H, L, S), strict=True)):
-        return table[0] if N is None else table
     sizes = f"L={L}, S={S}, H={H}" + ("" if N is None else f", N={N}")
     in_torch = f"expected `{name}` to be `None`, 2-D or 3-D but found {table.ndim}-D tensor instead"
     if table.ndim in (2, 3):
@@ -120,16 +139,42 @@ def _table(name: str, given: object, plane: Plane) -> Tensor:
     raise bad_input(name, f"the shape {form} with {sizes}", describe(table), "", in_torch)
 
 
-def _says_no_more_than_causal(table: Tensor) -> bool:
-    """Whether a table changes nothing where the causal mask lets see: then it need not be looked at again.
+def _by_head(table: Tensor, plane: Plane) -> Tensor:
+    """A checked table so that it broadcasts to (N, H, L, S), or (H, L, S) without a batch."""
+    N, H, _, _ = _sizes(plane)
+    if N is None:
+        return table[0] if table.ndim == 4 else table
+    if table.ndim != 3:
+        return table
+    return table.unflatten(0, (N, H)) if table.shape[0] == N * H else table[:, None]
 
-    torch.nn.Transformer and its layers pass the causal mask both ways. Looking costs one pass over the table, and is
-    left out where values can't be read or are costly to wait for.
-    """
-    is_plain = type(table) is Tensor and table.device.type == "cpu" and not table.requires_grad
-    if not is_plain or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+
+def _sizes(plane: Plane) -> tuple[int | None, int, int, int]:
+    """N (None without a batch), H, L, S."""
+    assert plane.heads is not None
+    return plane.batch[0] if plane.batch else None, plane.heads, plane.L, plane.S
+
+
+def _is_causal_table(table: Tensor) -> bool:
+    """Whether a table is the causal one, (L, S) with L <= S, as most code makes it by hand. Looking takes one pass."""
+    if table.ndim != 2 or table.requires_grad or not readable(table):
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+    L, S = table.shape
+    if not 1 < L <= S:
         return False
-    L, S = table.shape[-2:]
-    return L > 1 and not bool(table.tril(S - L).any())
+    hidden = table if table.dtype == torch.bool else table == -math.inf
+    if not torch.equal(hidden, _above_diagonal(L, S)):
+        return False
+    return table.dtype == torch.bool or not bool(table.tril(S - L).any())
+
+
+def _above_diagonal(L: int, S: int) -> Tensor:
+    """What the causal mask hides."""
+    return _kept(L, S) if L * S <= 2**16 else torch.ones(L, S, dtype=torch.bool).triu(S - L + 1)
+
+
+@lru_cache(maxsize=32)
+def _kept(L: int, S: int) -> Tensor:
+    """For small sizes, where making it takes longer than attention itself."""
+    with torch.inference_mode(False):
+        return torch.ones(L, S, dtype=torch.bool).triu(S - L + 1)

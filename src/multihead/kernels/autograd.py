@@ -29,6 +29,14 @@ def recording() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether the values of a tensor may be looked at on the way, and at no cost: it holds some, on the CPU, and
+    nothing records or transforms what is done with it."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    is_watched = recording() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+    return is_plain and not is_watched
+
+
 def needs_definition(*grads: Tensor | None) -> bool:
     """Whether a backward pass must be made of plain differentiable operations: autograd runs it in grad mode for
     `create_graph=True`, and under a vmap of either kind for many gradients at once (`is_grads_batched=True`)."""

@@ -45,11 +45,11 @@ def attend(request: Request, average: bool, with_out: bool = True) -> tuple[Tens
     out is None where it is not asked for, and where another kernel has to make it: with dropout, and where gradients
     are wanted that the fused operation does not have.
     """
-    with_out = with_out and not request.dropout and not (request.needs_grad and flash_cpu.refusals(request))
-    wide = torch.promote_types(request.q.dtype, torch.float32)
-    q, k, v = (t.to(wide) for t in (request.q, request.k, request.v))
     bias = request.bias if isinstance(request.bias, Tensor) else None
     records = request.needs_grad or (bias is not None and bias.requires_grad and torch.is_grad_enabled())
+    with_out = with_out and not request.dropout and not (records and flash_cpu.refusals(request))
+    wide = torch.promote_types(request.q.dtype, torch.float32)
+    q, k, v = (t.to(wide) for t in (request.q, request.k, request.v))
     if not records:
         out, _, weights, _ = _attend(request.with_tensors(q, k, v, request.bias), average, with_out, False)
     else:
@@ -97,8 +97,10 @@ class _Rows(torch.autograd.Function):
             return *_by_definition(request, (q, k, v, bias), grad_out, grad_weights), *rest
         is_causal, added = sdpa.is_square_causal(request), None
         if not is_causal and (request.mask is not None or request.bias is not None):
-            added, _, _ = sdpa.additive_mask(request, q.dtype)
+            added = sdpa.additive_mask(request, q.dtype)
         grads = flash_cpu.backward(grad_out, None, q, k, v, out.transpose(1, 2), lse, added, is_causal, request.scale)
+        if request.mask is not None and not all(grad.sum().isfinite() for grad in grads):
+            return *_by_definition(request, (q, k, v, bias), grad_out, None), *rest
         return *grads, None, *rest
 
 
@@ -130,32 +132,28 @@ def _attend(
     at_once = max(1, _TILE_BYTES // (H // K * size * S * q.element_size())) if size == L else 1
     for start in range(0, L, size):
         rows = slice(start, min(L, start + size))
-        columns, hidden = _columns(request, rows)
+        columns, table = _table(request, rows)
         if columns is None:
             continue
-        bias = request.added(rows, columns)
+        blind = None if table is None else (table == -math.inf).all(-1, keepdim=True)
+        if blind is not None and not blind.any():
+            blind = None
+        if table is not None and blind is not None:  # a row of zeros in place of the softmax of an empty set
+            table = table.masked_fill(blind, 0.0)
         for batch, heads in parts(slice(0, B), K, at_once):
             of_keys = batch, heads, columns
             tile = grouped[batch, heads, :, rows]  # (b, k, G, l, D)
-            scores = torch.bmm(tile.flatten(2, 3).flatten(0, 1), k[of_keys].flatten(0, 1).transpose(1, 2))
-            scores = scores.view(*tile.shape[:4], -1)  # (b, k, G, l, n)
-            if request.softcap is not None:
-                scores = scores.div_(request.softcap).tanh_().mul_(request.softcap)
-            if bias is not None:
-                scores += _of_heads(bias, batch, heads, request)
-            if hidden is not None:
-                scores.masked_fill_(_of_heads(hidden, batch, heads, request), -math.inf)
+            lines, values = tile.flatten(2, 3).flatten(0, 1), k[of_keys].flatten(0, 1).transpose(1, 2)
+            added = None if table is None else _of_heads(table, batch, heads, request)
+            scores = _scores(lines, values, added, request.softcap, tile.shape)
             found = torch.softmax(scores, -1)
-            top = blind = None
-            if with_lse or hidden is not None or bias is not None:
-                top = scores.amax(-1, keepdim=True)
-            if top is not None and (hidden is not None or bias is not None):
-                blind = top == -math.inf
-                found.masked_fill_(blind, 0.0)
+            if blind is not None:
+                found.masked_fill_(_of_heads(blind, batch, heads, request), 0.0)
             if lse is not None:
-                assert top is not None
-                level = top - found.amax(-1, keepdim=True).log()  # the largest weight is exp(top - lse)
-                lse[batch, heads, :, rows] = (level if blind is None else level.masked_fill(blind, 0.0)).squeeze(-1)
+                level = scores.amax(-1) - found.amax(-1).log()  # the largest weight is exp(top - lse)
+                if blind is not None:
+                    level.masked_fill_(_of_heads(blind, batch, heads, request)[..., 0], 0.0)
+                lse[batch, heads, :, rows] = level
             if out is not None:
                 product = torch.bmm(found.flatten(2, 3).flatten(0, 1), v[of_keys].flatten(0, 1))
                 out[batch, rows, heads] = product.view(*tile.shape[:4], V).permute(0, 3, 1, 2, 4)
@@ -163,9 +161,7 @@ def _attend(
                 weights[batch, heads, :, rows, columns] = found
             else:
                 mean = weights[batch, rows, columns]
-                for of_head in found.flatten(1, 2).unbind(
-                    1
-                ):  # one after the other: a sum over them would be one more tile
+                for of_head in found.flatten(1, 2).unbind(1):  # one by one: a sum over them would be one more tile
                     mean.add_(of_head, alpha=1 / H)
     weights = weights if average else weights.flatten(1, 2)
     out = None if out is None else out.flatten(2, 3)
@@ -177,22 +173,37 @@ def _attend(
     return None if out is None else safe.transpose(1, 2), lse, weights.mean(1) if average else weights, False
 
 
-def _columns(request: Request, rows: slice) -> tuple[slice | None, Tensor | None]:
-    """The keys that some of the rows can see, as one slice (None: no key), and what is hidden in it
-    (B or 1, H or 1, rows or 1, columns or 1) or None."""
+def _scores(q: Tensor, k: Tensor, added: Tensor | None, softcap: float | None, shape: torch.Size) -> Tensor:
+    """Of a tile: q (b*k, G*l, D), scaled, and k (b*k, D, n), with mask and bias to add: (b, k, G, l, n)."""
+    if added is None or softcap is not None:
+        scores = torch.bmm(q, k).view(*shape[:4], -1)
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        return scores if added is None else scores.add_(added)
+    if added.shape[:3] == (1, 1, 1) and shape[2] == 1:
+        return torch.baddbmm(added[0, 0, 0], q, k).view(*shape[:4], -1)
+    full = added.expand(*shape[:4], k.shape[-1]).reshape(*q.shape[:2], k.shape[-1])
+    return torch.baddbmm(full, q, k).view(*shape[:4], -1)
+
+
+def _table(request: Request, rows: slice) -> tuple[slice | None, Tensor | None]:
+    """The keys that some of the rows can see, as one slice (None: no key), and mask and bias over them as one tensor to
+    add (B or 1, H or 1, l or 1, n or 1), None if there is nothing to add."""
     S = request.sizes.S
+    columns, visible = slice(0, S), None
     bounds = request.bounds(rows.stop - rows.start, _KEYS, rows)
-    if bounds is None:
-        return slice(0, S), None
-    seen = bounds.some.any(0).any(0).nonzero()  # blocks of keys
-    if not len(seen):
-        return None, None
-    first, last = int(seen[0]), int(seen[-1]) + 1
-    columns = slice(first * _KEYS, min(S, last * _KEYS))
-    if bool(bounds.every[:, :, first:last].all()):
-        return columns, None
-    visible = request.visible(rows, columns)
-    return columns, None if visible is None else ~visible
+    if bounds is not None:
+        seen = bounds.some.any(0).any(0).nonzero()  # blocks of keys
+        if not len(seen):
+            return None, None
+        first, last = int(seen[0]), int(seen[-1]) + 1
+        columns = slice(first * _KEYS, min(S, last * _KEYS))
+        visible = None if bool(bounds.every[:, :, first:last].all()) else request.visible(rows, columns)
+    added = request.added(rows, columns)
+    added = None if added is None else added.to(request.q.dtype)
+    if visible is not None:
+        added = torch.where(visible, request.q.new_zeros(()) if added is None else added, -math.inf)
+    return columns, added
 
 
 def _of_heads(table: Tensor, batch: slice, heads: slice, request: Request) -> Tensor:

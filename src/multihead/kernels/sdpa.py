@@ -7,6 +7,7 @@ enable_gqa copies the keys G times. Half precision on the CPU is converted to fl
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multihead.kernels import flash_cpu
-from multihead.kernels.autograd import differentiable_gradients, needs_definition, recording, transform_refusals
+from multihead.kernels.autograd import (
+    differentiable_gradients,
+    needs_definition,
+    readable,
+    recording,
+    transform_refusals,
+)
+from multihead.mask_kinds import Window
 from multihead.masks import causal
 from multihead.positions import Position
 from multihead.request import Definition, Request
@@ -29,6 +37,7 @@ _WORTH_IT = (
     0.6  # the share of visible blocks below which their tiles are faster than a dense mask (benchmarks/choice.py)
 )
 _MOST_BLOCKS = 256  # to a side
+_SMALL_TABLE = 2**16  # pairs of a causal mask that is kept
 
 
 def refusals(request: Request) -> list[str]:
@@ -75,28 +84,36 @@ def tables(request: Request) -> list[str]:
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (B,H,L,V), lse (B,H,L) or None)."""
     q, k, v = request.q, request.k, request.v
-    B, H, K, L, _, D, _ = request.sizes
-    on_cpu = q.device.type == "cpu"
-    dtype = q.dtype
-    if on_cpu and dtype in (torch.float16, torch.bfloat16):
+    if q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16):
         q, k, v = q.float(), k.float(), v.float()
 
-    is_causal, added, blind = is_square_causal(request), None, None
-    if not is_causal and (request.mask is not None or request.bias is not None):
-        added, seen, blind = additive_mask(request, q.dtype)
-        # Zeros in place of keys nobody sees and of queries that see nothing: NaN there must not come back as 0 * NaN.
-        if seen is not None:
-            k, v = k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
-        if blind is not None:
-            q = q.masked_fill(blind[..., None], 0.0)
+    is_causal = is_square_causal(request)
+    if is_causal or (request.mask is None and request.bias is None):
+        return _attend(request, q, k, v, None, is_causal)
+    added = additive_mask(request, q.dtype)
+    if readable(q) and readable(k):
+        out, lse = _attend(request, q, k, v, added, False)
+        if is_clean(request, out):
+            return out, lse
+    # Zeros in place of keys nobody sees and of queries that see nothing: NaN there must not come back as 0 * NaN.
+    q, k, v, _ = without_unseen(request, q, k, v, None)
+    return _attend(request, q, k, v, added, False)
 
+
+def _attend(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`run`, over these tensors and the mask as one tensor to add."""
+    B, H, K, L, _, D, _ = request.sizes
+    on_cpu = q.device.type == "cpu"
+    blind = (added == -math.inf).all(-1) if added is not None and request.needs_lse else None
     # Few rows: up to 64 for a head. A compiled graph must not depend on the length, and knows 1 apart from the rest.
     as_rows = H != K and not is_causal and (L == 1 if torch.compiler.is_compiling() else H // K * L <= 64)
     if as_rows:
         q = q.reshape(B, K, H // K * L, D)
-        added = None if added is None else _mask_by_rows(added, H, K, L)
+        added = None if added is None else mask_by_rows(added, H, K, L)
 
-    if on_cpu and request.needs_grad and (request.needs_lse or not torch.compiler.is_compiling()):
+    if on_cpu and request.needs_grad and (request.needs_lse or not recording()):
         out, lse = _Fused.apply(q, k, v, added, is_causal, request.scale, request.definition)
     elif on_cpu and request.needs_lse:
         out, lse = flash_cpu.forward(q, k, v, added, is_causal, request.scale)
@@ -111,13 +128,13 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
         lse = None if lse is None else lse.reshape(B, H, L)
     if lse is not None and blind is not None:
         lse = lse.masked_fill(blind, -math.inf)
-    return (out if out.dtype == dtype else out.to(dtype)), lse
+    return (out if out.dtype == request.q.dtype else out.to(request.q.dtype)), lse
 
 
 def is_square_causal(request: Request) -> bool:
     """Whether the operation's own causal flag says the same as the mask. It is top-left aligned, hence L = S, and hides
     before it scales, hence no negative scale."""
-    if request.mask is None or request.mask != _CAUSAL or request.bias is not None or not request.has_default_positions:
+    if request.bias is not None or not _is_causal(request):
         return False
     if request.sizes.L == request.sizes.S:  # a branch: while compiling, the comparison itself is a symbol and no flag
         return request.scale > 0
@@ -126,30 +143,62 @@ def is_square_causal(request: Request) -> bool:
 
 def _is_last_token(request: Request) -> bool:
     """Whether the one query is the last token under a causal mask: it sees everything."""
-    return request.sizes.L == 1 and request.mask == _CAUSAL and request.has_default_positions
+    return request.sizes.L == 1 and _is_causal(request)
 
 
-def additive_mask(request: Request, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Bias and mask as one tensor to add (B or 1, H or 1, L or 1, S or 1), which keys anybody sees
-    (B or 1, K or 1, S, 1), and which rows see nothing (B or 1, H or 1, L or 1)."""
+def _is_causal(request: Request) -> bool:
+    return isinstance(request.mask, Window) and request.has_default_positions and request.mask.is_causal()
+
+
+def additive_mask(request: Request, dtype: torch.dtype) -> Tensor | None:
+    """Bias and mask as one tensor to add (B or 1, H or 1, L or 1, S or 1)."""
+    if request.bias is None and _is_causal(request) and readable(request.q):
+        L, S = request.sizes.L, request.sizes.S
+        if L * S <= _SMALL_TABLE:
+            return _causal_table(L, S, dtype)
     visible = None if _is_last_token(request) else request.visible()
     added = request.added()
     added = None if added is None else added.to(dtype)
-    seen = blind = None
+    if visible is None:
+        return added
+    nothing = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, nothing if added is None else added, -math.inf)
+
+
+@lru_cache(maxsize=32)
+def _causal_table(L: int, S: int, dtype: torch.dtype) -> Tensor:
+    """(1, 1, L, S). Kept, because for small sizes making it takes longer than attention itself."""
+    with torch.inference_mode(False):
+        return torch.full((1, 1, L, S), -math.inf, dtype=dtype).triu(S - L + 1)
+
+
+def is_clean(request: Request, out: Tensor) -> bool:
+    """Whether nothing that is not finite can have come through the mask: not into the output, nor into the gradients.
+    The sums may overflow by themselves; then care is taken for nothing."""
+    parts = (out, request.k, request.q) if request.needs_grad else (out,)
+    return all(math.isfinite(part.detach().sum().item()) for part in parts)
+
+
+def without_unseen(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v with zeros in place of keys that the mask lets nobody see and of queries that see nothing, and which
+    queries these are (B, H, L, 1), by the mask, or if given by what is added to the scores, mask and bias."""
+    B, H, K, L, _, _, _ = request.sizes
+    visible = None if _is_last_token(request) else request.visible()
     if visible is not None:
         seen = visible.any(-2)
-        if seen.shape[1] == request.sizes.H != request.sizes.K:
-            seen = seen.unflatten(1, (request.sizes.K, -1)).any(2)
-        seen = seen[..., None]
-        nothing = torch.zeros((), dtype=dtype, device=visible.device)
-        added = torch.where(visible, nothing if added is None else added, -math.inf)
-        blind = ~visible.any(-1)
-    if request.bias is not None and request.needs_lse and added is not None:
-        blind = (added == -math.inf).all(-1)
-    return added, seen, blind
+        if seen.shape[1] == H != K:
+            seen = seen.unflatten(1, (K, -1)).any(2)
+        k, v = k.masked_fill(~seen[..., None], 0.0), v.masked_fill(~seen[..., None], 0.0)
+    if visible is None and added is None:
+        return q, k, v, None
+    blind = (added == -math.inf).all(-1) if added is not None else ~visible.any(-1)  # type: ignore[union-attr]
+    blind = blind.expand(B, H, L)[..., None]
+    return q.masked_fill(blind, 0.0), k, v, blind
 
 
-def _mask_by_rows(added: Tensor, H: int, K: int, L: int) -> Tensor:
+def mask_by_rows(added: Tensor, H: int, K: int, L: int) -> Tensor:
     """(B or 1, H or 1, L or 1, S or 1) to (B or 1, K or 1, G*L, S or 1), as the queries of a group become rows."""
     B, heads, _, S = added.shape
     groups = (K, H // K) if heads == H else (1, 1)

@@ -1,4 +1,4 @@
-"""The formula in a handful of operations, for a few pairs with nothing to hide.
+"""The formula in a handful of operations, for a few pairs.
 
 Where there are only some thousand scores, the time goes into calling operations and not into numbers. Here PyTorch's
 own autograd keeps the few steps, which costs less than a backward pass written in Python, and the weights are there for
@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multihead.kernels.autograd import recording, transform_refusals
+from multihead.kernels import sdpa
+from multihead.kernels.autograd import readable, recording, transform_refusals
 from multihead.request import Request
 
 NAME = "small"
@@ -25,17 +26,17 @@ def refusals(request: Request) -> list[str]:
     B, _, _, L, S, _, V = request.sizes
     if 0 in (B, L, S, V):
         reasons.append("nothing to compute: an axis is empty")
-    if request.mask is None and request.bias is None and request.softcap is None:
-        return reasons
-    asked = {"mask": request.mask, "bias": request.bias, "softcap": request.softcap}
-    return reasons + [
-        f"{name}: it has only the steps of plain attention" for name, value in asked.items() if value is not None
-    ]
+    if request.needs_lse:
+        reasons.append("lse: the fused operation has it at hand, here it would be one more pass")
+    if request.softcap is not None:
+        reasons.append("softcap: scores and mask are one operation, and nothing fits between them")
+    return reasons
 
 
 def drawbacks(request: Request) -> list[str]:
     """Why another kernel should be preferred although this one can."""
-    if not request.needs_grad:
+    # With dropout it may not depend on whether gradients are recorded: a checkpoint's two passes have to draw alike.
+    if not request.needs_grad and not request.dropout:
         return ["no gradient is recorded: one fused operation has less to call than these"]
     if is_small(request):
         return []
@@ -43,6 +44,8 @@ def drawbacks(request: Request) -> list[str]:
         return ["torch.compile, torch.export and tracing: which kernel is best would depend on the sizes"]
     if request.q.device.type != "cpu":
         return [f"{request.q.device.type}: one fused operation has less to call than these"]
+    if request.q.dtype not in (torch.float32, torch.float64):
+        return [f"{request.q.dtype}: scores would be made in float32"]
     B, H, _, L, S, _, _ = request.sizes
     return [f"it makes {B} x {H} x {L} x {S} scores, and up to {_MOST_SCORES} it is the faster one"]
 
@@ -50,8 +53,8 @@ def drawbacks(request: Request) -> list[str]:
 def is_small(request: Request, most: int = _MOST_SCORES) -> bool:
     """Whether there are so few scores that calling operations takes longer than what they compute."""
     B, H, _, L, S, _, _ = request.sizes
-    scores = B * H * L * S
-    return not recording() and request.q.device.type == "cpu" and scores <= most
+    is_plain = request.q.device.type == "cpu" and request.q.dtype in (torch.float32, torch.float64)
+    return is_plain and not recording() and most >= B * H * L * S
 
 
 def tables(request: Request) -> list[str]:
@@ -61,27 +64,43 @@ def tables(request: Request) -> list[str]:
 
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
-    """(out (B,H,L,V), lse (B,H,L) or None)."""
-    out, lse, _ = attend(request)
-    return out, lse
+    """(out (B,H,L,V), None)."""
+    return attend(request)[0], None
 
 
-def attend(request: Request) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `run` gives, and the weights (B, H, L, S)."""
-    H, K = request.sizes.H, request.sizes.K
+def attend(request: Request) -> tuple[Tensor, Tensor]:
+    """out (B, H, L, V), and the weights before dropout (B, H, L, S)."""
     wide = torch.promote_types(request.q.dtype, torch.float32)
-    q, k, v = request.q, request.k, request.v
-    if q.dtype != wide:
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    q, k, v = (t if t.dtype == wide else t.to(wide) for t in (request.q, request.k, request.v))
+    if request.mask is None and request.bias is None:
+        return _attend(request, q, k, v, None, None)
+    added = sdpa.additive_mask(request, wide)
+    if readable(q) and readable(k):
+        found = _attend(request, q, k, v, added, None)
+        if sdpa.is_clean(request, found[0]):  # neither NaN from keys nobody sees, nor a row that sees nothing
+            return found
+    q, k, v, blind = sdpa.without_unseen(request, q, k, v, added)
+    return _attend(request, q, k, v, added, blind)
+
+
+def _attend(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, blind: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same over these tensors. `blind` (B, H, L, 1) are the rows that see nothing, if there are known to be any."""
+    B, H, K, L, S, _, _ = request.sizes
+    if added is not None:
+        added = added.expand(*added.shape[:2], L, S)
+        added = added if blind is None else added.masked_fill(blind, 0.0)  # the softmax of zeros, not of nothing
+        added = sdpa.mask_by_rows(added, H, K, L) if H != K else added
+        added = added[0, 0] if added.shape[:2] == (1, 1) else added.expand(B, K, -1, -1).flatten(0, 1)
     if H != K:  # the query heads of a group are rows of one
         q = q.unflatten(1, (K, H // K)).flatten(2, 3)
     heads = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # (B*K, ...): bmm has less to look at than matmul
-    nothing = q.new_empty(1)  # beta=0: it is not read
-    scores = torch.baddbmm(nothing, heads[0], heads[1].transpose(1, 2), beta=0, alpha=request.scale)
+    start, beta = (q.new_empty(1), 0) if added is None else (added, 1)  # with beta=0 it is not read
+    scores = torch.baddbmm(start, heads[0], heads[1].transpose(1, 2), beta=beta, alpha=request.scale)
     weights = torch.softmax(scores, -1)
+    if blind is not None:
+        weights = weights.view(B, H, L, S).masked_fill(blind, 0.0).view_as(weights)
     kept = torch.dropout(weights, request.dropout, True) if request.dropout else weights
-    out, lse = torch.bmm(kept, heads[2]), torch.logsumexp(scores, -1) if request.needs_lse else None
-    B, L = request.sizes.B, request.sizes.L
-    out, weights = out.view(B, H, L, -1), weights.view(B, H, L, -1)
-    out = out if out.dtype == request.q.dtype else out.to(request.q.dtype)
-    return out, lse if lse is None else lse.view(B, H, L), weights
+    out = torch.bmm(kept, heads[2]).view(B, H, L, -1)
+    return out if out.dtype == request.q.dtype else out.to(request.q.dtype), weights.view(B, H, L, S)
