@@ -22,7 +22,7 @@ from multihead.kernels.blocks import parts
 from multihead.request import Request
 
 _TILE_BYTES = 2**20  # of scores at a time (benchmarks/weights.py)
-_LEAST_ROWS = 16
+_LEAST_ROWS = 256  # of queries times grouped heads: so many share the packing of the keys for a product
 _KEYS = 64  # to a block that the mask is asked about
 
 
@@ -125,11 +125,14 @@ def _attend(
     B, H, K, L, S, _, V = request.sizes
     q, k, v = request.q, request.k, request.v
     grouped = (q * request.scale).unflatten(1, (K, H // K))  # (B, K, G, L, D)
-    out = q.new_zeros(B, L, K, H // K, V) if with_out else None
+    make = q.new_empty if request.mask is None else q.new_zeros  # zeros where nothing is visible
+    out = make(B, L, K, H // K, V) if with_out else None
     lse = q.new_zeros(B, K, H // K, L) if with_lse else None
-    weights = q.new_zeros(B, L, S) if average else q.new_zeros(B, K, H // K, L, S)
-    size = min(L, max(_LEAST_ROWS, _TILE_BYTES // (H // K * S * q.element_size())))
+    weights = make(B, L, S) if average else make(B, K, H // K, L, S)
+    size = min(L, max(_LEAST_ROWS // (H // K), _TILE_BYTES // (H // K * S * q.element_size())))
     at_once = max(1, _TILE_BYTES // (H // K * size * S * q.element_size())) if size == L else 1
+    # Two tiles, used again and again: memory that is freed and asked for has to be made by the system each time.
+    room = q.new_empty(2, min(at_once, B * K) * (H // K) * size * S)
     for start in range(0, L, size):
         rows = slice(start, min(L, start + size))
         columns, table = _table(request, rows)
@@ -141,28 +144,32 @@ def _attend(
         if table is not None and blind is not None:  # a row of zeros in place of the softmax of an empty set
             table = table.masked_fill(blind, 0.0)
         for batch, heads in parts(slice(0, B), K, at_once):
-            of_keys = batch, heads, columns
             tile = grouped[batch, heads, :, rows]  # (b, k, G, l, D)
-            lines, values = tile.flatten(2, 3).flatten(0, 1), k[of_keys].flatten(0, 1).transpose(1, 2)
+            lines, keys = tile.flatten(2, 3).flatten(0, 1), k[batch, heads, columns].flatten(0, 1).transpose(1, 2)
             added = None if table is None else _of_heads(table, batch, heads, request)
-            scores = _scores(lines, values, added, request.softcap, tile.shape)
-            found = torch.softmax(scores, -1)
+            shape = (*tile.shape[:4], keys.shape[-1])
+            scores, found = (part[: math.prod(shape)].view(shape) for part in room)  # (b, k, G, l, n)
+            _fill_with_scores(scores, lines, keys, added, request.softcap)
+            torch.softmax(scores, -1, out=found)
             if blind is not None:
                 found.masked_fill_(_of_heads(blind, batch, heads, request), 0.0)
             if lse is not None:
-                level = scores.amax(-1) - found.amax(-1).log()  # the largest weight is exp(top - lse)
+                level = _level(scores, found)
                 if blind is not None:
                     level.masked_fill_(_of_heads(blind, batch, heads, request)[..., 0], 0.0)
                 lse[batch, heads, :, rows] = level
             if out is not None:
-                product = torch.bmm(found.flatten(2, 3).flatten(0, 1), v[of_keys].flatten(0, 1))
+                product = torch.bmm(found.flatten(2, 3).flatten(0, 1), v[batch, heads, columns].flatten(0, 1))
                 out[batch, rows, heads] = product.view(*tile.shape[:4], V).permute(0, 3, 1, 2, 4)
             if not average:
                 weights[batch, heads, :, rows, columns] = found
             else:
                 mean = weights[batch, rows, columns]
-                for of_head in found.flatten(1, 2).unbind(1):  # one by one: a sum over them would be one more tile
-                    mean.add_(of_head, alpha=1 / H)
+                for i, of_head in enumerate(found.flatten(1, 2).unbind(1)):  # a sum over them would be one more tile
+                    if heads.start == i == 0:
+                        torch.mul(of_head, 1 / H, out=mean)
+                    else:
+                        mean.add_(of_head, alpha=1 / H)
     weights = weights if average else weights.flatten(1, 2)
     out = None if out is None else out.flatten(2, 3)
     lse = None if lse is None else lse.flatten(1, 2)
@@ -173,17 +180,27 @@ def _attend(
     return None if out is None else safe.transpose(1, 2), lse, weights.mean(1) if average else weights, False
 
 
-def _scores(q: Tensor, k: Tensor, added: Tensor | None, softcap: float | None, shape: torch.Size) -> Tensor:
-    """Of a tile: q (b*k, G*l, D), scaled, and k (b*k, D, n), with mask and bias to add: (b, k, G, l, n)."""
+def _fill_with_scores(scores: Tensor, q: Tensor, k: Tensor, added: Tensor | None, softcap: float | None) -> None:
+    """Write those of a tile (b, k, G, l, n), of q (b*k, G*l, D), scaled, k (b*k, D, n), and mask and bias to add."""
+    lines = scores.view(*q.shape[:2], k.shape[-1])
     if added is None or softcap is not None:
-        scores = torch.bmm(q, k).view(*shape[:4], -1)
+        torch.bmm(q, k, out=lines)
         if softcap is not None:
-            scores = scores.div_(softcap).tanh_().mul_(softcap)
-        return scores if added is None else scores.add_(added)
-    if added.shape[:3] == (1, 1, 1) and shape[2] == 1:
-        return torch.baddbmm(added[0, 0, 0], q, k).view(*shape[:4], -1)
-    full = added.expand(*shape[:4], k.shape[-1]).reshape(*q.shape[:2], k.shape[-1])
-    return torch.baddbmm(full, q, k).view(*shape[:4], -1)
+            lines.div_(softcap).tanh_().mul_(softcap)
+        if added is not None:
+            scores.add_(added)
+        return
+    scores.copy_(added.expand_as(scores))
+    lines.baddbmm_(q, k)
+
+
+def _level(scores: Tensor, weights: Tensor) -> Tensor:
+    """lse of a tile's rows, from any one weight, which is exp(score - lse): of the first key if none of those is too
+    small to say, else of the most visible one, for which all keys have to be gone through."""
+    first = weights[..., 0]
+    if first.amin().item() > 1e-30:
+        return scores[..., 0] - first.log()
+    return scores.amax(-1) - weights.amax(-1).log()
 
 
 def _table(request: Request, rows: slice) -> tuple[slice | None, Tensor | None]:
