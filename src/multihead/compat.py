@@ -210,7 +210,8 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
         Raises:
             ValueError, TypeError: an input does not fit.
         """
-        check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights)
+        if not (isinstance(need_weights, bool) and isinstance(average_attn_weights, bool)):
+            check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights)
         look: Look | None = None if not need_weights else "average" if average_attn_weights else "heads"
         places = split_positions(positions, key is query)
         sources, layouts, (N, L, S) = self._read(query, key, value)

@@ -20,7 +20,7 @@ from multihead.projections import is_plain
 NAME = "whole"
 OPERATION = "aten::_native_multi_head_attention"
 
-# B * L and L, without and with weights: beyond, the layer's own way is as fast or faster (benchmarks/drop_in.py).
+# B * L and L, without and with weights: beyond, the layer's own way is as fast or faster (benchmarks/choice.py).
 _MOST_TOKENS, _LONGEST = {False: 512, True: 1024}, {False: 128, True: 512}
 
 

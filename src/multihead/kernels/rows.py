@@ -21,7 +21,7 @@ from multihead.kernels.autograd import differentiable_gradients, needs_definitio
 from multihead.kernels.blocks import parts
 from multihead.request import Request
 
-_TILE_BYTES = 2**20  # of scores at a time (benchmarks/weights.py)
+_TILE_BYTES = 2**20  # of scores at a time (benchmarks/choice.py)
 _LEAST_ROWS = 256  # of queries times grouped heads: so many share the packing of the keys for a product
 _KEYS = 64  # to a block that the mask is asked about
 

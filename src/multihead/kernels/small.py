@@ -16,7 +16,7 @@ from multihead.request import Request
 
 NAME = "small"
 
-_MOST_SCORES = 2**16  # benchmarks/small.py
+_MOST_SCORES = 2**16  # benchmarks/choice.py
 MOST_WITH_WEIGHTS = 2**19  # where the weights are asked for, and have to be written out in any case
 
 

@@ -1,0 +1,31 @@
+"""The code in the docs runs as it is written, from top to bottom, and prints what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)  # code, and what it prints if that follows
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/drop_in.md"])
+def test_the_code_runs_and_prints_what_is_said(name, capsys):
+    torch.manual_seed(0)
+    blocks = BLOCK.findall((ROOT / name).read_text(encoding="utf-8"))
+    assert len(blocks) >= 2
+    space: dict[str, object] = {}
+    for code, said in blocks:
+        exec(compile(code, name, "exec"), space)
+        printed = capsys.readouterr().out
+        assert not said or printed == said
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
