@@ -1,5 +1,5 @@
-"""What the choice of a kernel rests on: tiles against a dense mask by the share that is visible, few scores by
-PyTorch's own autograd, a layer as one operation, how many rows of weights at a time, and half precision as it is
+"""What the choice of a kernel rests on: tiles against a dense mask by the share that is visible, dropout over
+few scores, a layer as one operation, how many rows of weights at a time, and half precision as it is
 against half precision converted to float32.
 
     python benchmarks/choice.py
@@ -36,16 +36,16 @@ def shares() -> None:
 
 
 def few() -> None:
-    print("\nsmall against sdpa, 64 wide, forward + backward, one thread")
-    print("| B x H x T | scores | causal | sdpa / small |\n|---|---|---|---|")
-    for B, H, T in ((1, 4, 16), (8, 8, 16), (1, 8, 64), (1, 4, 128), (1, 8, 128), (1, 8, 256)):
+    print("\nsmall against blocks, 64 wide, dropout 0.1, forward + backward, one thread")
+    print("| B x H x T | scores | causal | blocks / small |\n|---|---|---|---|")
+    for B, H, T in ((1, 4, 16), (8, 8, 16), (1, 8, 64), (1, 8, 128), (1, 8, 256), (1, 8, 512)):
         for mask in (None, mh.causal()):
             q, k, v = (torch.randn(B, H, T, 64, requires_grad=True) for _ in range(3))
 
             def run(kernel: str, mask: mh.Mask | None = mask, qkv: tuple[torch.Tensor, ...] = (q, k, v)) -> None:
-                mh.attention(*qkv, mask, kernel=kernel).sum().backward()
+                mh.attention(*qkv, mask, kernel=kernel, dropout=0.1).sum().backward()
 
-            found = measure(lambda run=run: run("small"), lambda run=run: run("sdpa"), seconds=1, threads=1)
+            found = measure(lambda run=run: run("small"), lambda run=run: run("blocks"), seconds=1, threads=1)
             print(f"| {B} x {H} x {T} | {B * H * T * T} | {'yes' if mask else 'no'} | {found.ratio:.2f} |", flush=True)
 
 
@@ -59,7 +59,7 @@ def wholes() -> None:
 
             def own(x: torch.Tensor = x, look: str | None = look) -> None:
                 with torch.no_grad():
-                    attn.attend(*attn.project(x, x, x, (None, None)), None, look, **NOTHING)
+                    attn.attend(*attn.project(x, x, x, (None, None)), None, look, 0.0, {})
                     attn.out_proj(x)
 
             def one(x: torch.Tensor = x, look: str | None = look) -> None:
@@ -68,9 +68,6 @@ def wholes() -> None:
 
             cells.append(f"{measure(one, own, seconds=1, threads=1).ratio:.2f}")
         print(f"| {B} x {T} | {' | '.join(cells)} |", flush=True)
-
-
-NOTHING = dict.fromkeys(("bias", "scale", "softcap", "sinks", "q_positions", "k_positions")) | {"dropout": 0.0}
 
 
 def tiles() -> None:

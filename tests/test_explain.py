@@ -102,10 +102,11 @@ def test_training_says_what_the_call_would_do():
     layer = mh.Attention(E, H, dropout=0.1).eval()
     assert mh.explain(layer).kernel == mh.explain(layer, training=False).kernel == "whole"
     assert mh.explain(layer, length=129).kernel == "sdpa"
-    assert mh.explain(layer, training=True).kernel == "blocks"
+    assert mh.explain(layer, training=True).kernel == "small"
+    assert mh.explain(layer, training=True, length=389).kernel == "blocks"
     assert "not training" in str(mh.explain(layer))
     assert "not training" not in str(mh.explain(layer.train()))
-    assert mh.explain(layer).kernel == "blocks"
+    assert mh.explain(layer).kernel == "small"
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -254,7 +255,8 @@ def test_tables_are_told():
         ({}, {}, True),  # one dense operation, for so few tokens
         ({}, {"length": 129}, False),
         ({"mask": mh.causal()}, {}, False),
-        ({"mask": mh.causal(), "dropout": 0.1}, {"training": True}, False),
+        ({"mask": mh.causal(), "dropout": 0.1}, {"training": True, "length": LONG}, False),
+        ({"mask": mh.causal(), "dropout": 0.1}, {"training": True}, True),  # of so few scores
         ({"mask": mh.causal()}, {"length": 7, "source_length": 11}, True),
         ({"position": mh.ALiBi(H)}, {}, True),
         ({"position": mh.T5Bias(H)}, {"training": True}, True),

@@ -244,12 +244,18 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
         return out, None if weights is None else weights.to(out.real.dtype if out.is_complex() else out.dtype)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, look: Look | None, **scores: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        look: Look | None,
+        dropout: float,
+        scores: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' outputs and the weights asked for, over the keys and those that every query sees besides."""
         if self.bias_k is None and not self.add_zero_attn:
-            return super().attend(q, k, v, mask, look, **scores)
-        dropout = scores.pop("dropout")
+            return super().attend(q, k, v, mask, look, dropout, scores)
         dtype = q.dtype
         if dtype in (torch.float16, torch.bfloat16):  # several steps: they round once, at the end
             q, k, v = q.float(), k.float(), v.float()

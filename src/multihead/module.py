@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Positions = Tensor | tuple[Tensor, Tensor]
-_NOTHING = {"bias": None, "q_positions": None, "k_positions": None}
 Look = Literal["heads", "average"]
 
 
@@ -157,7 +156,9 @@ class AttentionLayer(Projections):
         look: Look | None,
         *,
         layouts: tuple[Layout | None, Layout | None] = (None, None),
-        **scores: Any,
+        bias: Tensor | Position | None = None,
+        q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Everything between the inputs and the output, once the inputs are checked.
 
@@ -166,24 +167,26 @@ class AttentionLayer(Projections):
             mask: as `joined` gave it.
             look: which weights to give: of each head, their mean over heads, or None.
             layouts: how the tokens of query, and those of key and value, lie in memory; None = batch first.
-            scores: bias (as `joined` gave it), q_positions and k_positions, as `attention` takes them.
+            bias: as `joined` gave it.
+            q_positions, k_positions: as `attention` takes them.
 
         Returns:
             (*batch, L, out_dim), or as the layout of query has it; weights (*batch, H, L, S), (*batch, L, S) or None.
         """
-        is_bare = query is key and key is value and mask is None and layouts[0] is None and scores == _NOTHING
+        options: dict[str, Any] = {"bias": bias, "q_positions": q_positions, "k_positions": k_positions}
+        options |= {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        # Of few tokens each argument that is passed on costs its part of a per cent, so only those that say something.
+        scores = {name: option for name, option in options.items() if option is not None}
+        is_bare = query is key and key is value and mask is None and layouts[0] is None and not scores
         if is_bare and whole.why_not(self, query, look == "average") is None:
             return whole.run(self, query, look)
         q, k, v = self.project(query, key, value, layouts)  # (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
         if self.position is not None and self.position.rotates:
-            places = default_positions(q.shape[-2], k.shape[-2], scores["q_positions"], scores["k_positions"], q.device)
+            places = default_positions(q.shape[-2], k.shape[-2], q_positions, k_positions, q.device)
             q, k = self.position.rotate(q, k, *places)
-        dropout = self.dropout if self.training else 0.0
-        out, weights = self.attend(
-            q, k, v, mask, look, dropout=dropout, scale=self.scale, softcap=self.softcap, sinks=self.sinks, **scores
-        )
+        out, weights = self.attend(q, k, v, mask, look, self.dropout if self.training else 0.0, scores)
         out = out.transpose(-2, -3)  # (*batch, L, H, V)
         out = (out if layouts[0] is None else layouts[0].back(out)).flatten(-2)
         if self.gate_proj is not None:
@@ -203,15 +206,22 @@ class AttentionLayer(Projections):
         )  # fmt: skip
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, look: Look | None, **scores: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        look: Look | None,
+        dropout: float,
+        scores: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs (*batch, H, L, V) and the weights asked for."""
+        """The heads' outputs (*batch, H, L, V) and the weights asked for. `scores` are arguments of `attention`."""
         if look == "average":
-            return attention_with_mean_weights(q, k, v, mask, **scores)
-        out = attention(q, k, v, mask, **scores)
+            return attention_with_mean_weights(q, k, v, mask, dropout=dropout, **scores)
+        out = attention(q, k, v, mask, dropout=dropout, **scores)
         if look is None:
             return out, None
-        return out, attention_weights(q, k, mask, **{name: s for name, s in scores.items() if name != "dropout"})
+        return out, attention_weights(q, k, mask, **scores)
 
     def check_kind(self, name: str, tensor: Tensor) -> None:
         """Whether an input has the layer's dtype, or autocast will give it one, and its device."""

@@ -1,8 +1,8 @@
 """The formula in a handful of operations, for a few pairs.
 
-Where there are only some thousand scores, the time goes into calling operations and not into numbers. Here PyTorch's
-own autograd keeps the few steps, which costs less than a backward pass written in Python, and the weights are there for
-who wants them.
+Where there are only some thousand scores, the time goes into calling operations and not into numbers. This is for what
+the fused operation has no place for: dropout, V != D, a bias that learns. The tiles of `blocks` would be many calls.
+The weights are there for who wants them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multihead.kernels import sdpa
+from multihead.kernels import flash_cpu, sdpa
 from multihead.kernels.autograd import readable, recording, transform_refusals
 from multihead.request import Request
 
 NAME = "small"
 
-_MOST_SCORES = 2**16  # benchmarks/choice.py
+_MOST_SCORES = 2**18  # benchmarks/choice.py
 MOST_WITH_WEIGHTS = 2**19  # where the weights are asked for, and have to be written out in any case
 
 
@@ -35,15 +35,14 @@ def refusals(request: Request) -> list[str]:
 
 def drawbacks(request: Request) -> list[str]:
     """Why another kernel should be preferred although this one can."""
-    # With dropout it may not depend on whether gradients are recorded: a checkpoint's two passes have to draw alike.
-    if not request.needs_grad and not request.dropout:
-        return ["no gradient is recorded: one fused operation has less to call than these"]
+    if not flash_cpu.refusals(request):
+        return ["the fused operation has a place for all of it, and is as fast"]
     if is_small(request):
         return []
     if recording():
         return ["torch.compile, torch.export and tracing: which kernel is best would depend on the sizes"]
     if request.q.device.type != "cpu":
-        return [f"{request.q.device.type}: one fused operation has less to call than these"]
+        return [f"{request.q.device.type}: it is used on the CPU"]
     if request.q.dtype not in (torch.float32, torch.float64):
         return [f"{request.q.dtype}: scores would be made in float32"]
     B, H, _, L, S, _, _ = request.sizes
