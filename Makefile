@@ -6,7 +6,8 @@ STAMP := .venv/.installed
 .PHONY: help demo test check format bench clean
 
 help:
-	@echo "make demo    train a small GPT made of Attention for about a minute, on text that is already here"
+	@echo "make demo    train a small GPT made of Attention for about a minute, on text that is already here,"
+	@echo "             then a small model of torch's layer beside the same with the drop-in swapped in"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types, import direction"
 	@echo "make bench   measure multihead against torch, about ten minutes"
