@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models <- cli
 TIERS = [
     {"errors", "textbook"},
-    {"plane", "mask_kinds", "masks", "positions", "rotary", "cache", "layouts"},
+    {"plane", "mask_kinds", "masks", "positions", "rotary", "cache", "layouts", "options"},
     {"reference", "request"},
     {"kernels"},
     {"attention", "projections"},

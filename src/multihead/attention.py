@@ -202,7 +202,9 @@ def attention_with_mean_weights(
                 real_q, real_k, real_v, mask, bias, scale, softcap, dropout, q_positions, k_positions, False,
                 reference.attention,
             )  # fmt: skip
-            if not small.refusals(request) and small.is_small(request, small.MOST_WITH_WEIGHTS):
+            # With dropout up to where `attention` takes it too: asking for weights may not change what is drawn.
+            most = {} if dropout else {"most": small.MOST_WITH_WEIGHTS}
+            if not small.refusals(request) and small.is_small(request, **most):
                 out, weights = small.attend(request)
                 mean = weights.mean(1)
             elif not rows.refusals(request):

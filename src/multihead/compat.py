@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multihead.attention import attention, attention_weights
-from multihead.errors import bad_input, bad_type, bad_value, check_size, describe, is_number
+from multihead.errors import bad_input, bad_type, bad_value, check_size, describe, is_int, is_number
 from multihead.layouts import TOKENS_FIRST, Layout, Ragged, read_nested, without_padding
-from multihead.masks import Mask, window
-from multihead.module import AttentionLayer, Look, Positions, check_flags, split_positions
+from multihead.masks import Mask, as_mask, window
+from multihead.module import AttentionLayer, Look, Positions, split_positions
+from multihead.options import check_flags
 from multihead.plane import Plane, default_positions
 from multihead.positions import Position
 from multihead.projections import ProjectionView
@@ -94,10 +95,10 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
     ) -> None:
         check_flags(add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
         if rope_theta is not None:
-            position = _rotary(rope_theta, position)
+            position = _rotary(rope_theta, position, embed_dim, num_heads, head_dim)
         if sliding_window is not None:
             reach = window(left=check_size("sliding_window", sliding_window) - 1, right=0)
-            mask = reach if mask is None else reach & mask
+            mask = reach if mask is None else reach & as_mask(mask)
         super().__init__(
             embed_dim, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, kdim=kdim,
             vdim=vdim, out_dim=out_dim, bias=bias, out_bias=out_bias, position=position, qk_norm=qk_norm, gate=gate,
@@ -145,6 +146,8 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
 
     def _reset_own_parameters(self) -> None:
         super()._reset_own_parameters()
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
         self.out_proj.reset_parameters()  # as torch has it: the law of nn.Linear, but for a bias of 0
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
@@ -274,9 +277,14 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
         weights = torch.cat([attention_weights(q, k, mask, **scores) * share, extra], -1)
         return out.to(dtype), weights.mean(-3) if look == "average" else weights
 
+    @property
+    def needs_lse(self) -> bool:
+        """As of any layer, and for the keys that every query sees besides."""
+        return super().needs_lse or self.bias_k is not None or self.add_zero_attn
+
     def is_simple(self) -> bool:
         """As of any layer, and no keys besides those given."""
-        return super().is_simple() and self.bias_k is None and not self.add_zero_attn
+        return super().is_simple() and not self.needs_lse
 
     def _extra_keys(self, q: Tensor, v: Tensor, lse_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The logits (*batch, H, L, X) and values (H, X, V) of the keys that add_bias_kv and add_zero_attn add."""
@@ -387,9 +395,18 @@ def never_bypassed(module: nn.Module, args: object) -> None:
     in eval without gradients it would otherwise compute with the parameters itself."""
 
 
-def _rotary(rope_theta: object, position: Position | None) -> Rotary:
+def _rotary(
+    rope_theta: object, position: Position | None, embed_dim: object, num_heads: object, head_dim: object
+) -> Rotary:
     if position is not None:
         raise bad_value("rope_theta", "None where position is given", rope_theta, "A layer has one position.")
     if not is_number(rope_theta):
         raise bad_type("rope_theta", "a number above 0, such as 10000.0, or None", rope_theta)
+    if not 0 < rope_theta < math.inf:
+        raise bad_value("rope_theta", "a finite number above 0", rope_theta)
+    if head_dim is None and is_int(embed_dim) and is_int(num_heads) and num_heads > 0:
+        head_dim = embed_dim // num_heads
+    if is_int(head_dim) and head_dim % 2:
+        otherwise = "Rotary positions turn the channels of a head in pairs."
+        raise bad_value("rope_theta", "None where head_dim is odd", f"{rope_theta} with head_dim={head_dim}", otherwise)
     return Rotary(base=float(rope_theta))

@@ -60,7 +60,7 @@ def explain(
 ) -> Explanation:
     """Which kernel a call of a layer will take, which others were refused and why, and the steps with their shapes.
 
-    It asks the same kernels in the same way as the call itself, and computes nothing, however large the sizes.
+    It asks the same kernels in the same way as a call without weights, and computes nothing, however large the sizes.
 
     Args:
         subject: a layer, or the arguments of one: `{"embed_dim": 512, "num_heads": 8, "num_kv_heads": 2}`.
@@ -82,14 +82,17 @@ def explain(
     training = (is_layer and layer.training) if training is None else training
     B, L = check_size("batch", batch, least=0), check_size("length", length, least=0)
     S = L if source_length is None else check_size("source_length", source_length, least=0)
-    weight = layer.out_proj.weight
-    where = torch.device(device) if device is not None else weight.device if is_layer else torch.device("cpu")
-    kind = dtype if dtype is not None else weight.dtype
+    held = next(layer.parameters(), torch.empty(0))
+    where = torch.device(device) if device is not None else held.device if is_layer else torch.device("cpu")
+    kind = dtype if dtype is not None else held.dtype
     with torch.inference_mode(False), torch.set_grad_enabled(training):  # whatever is recorded around this call
         request = _request(layer, B, L, S, training, mask, bias, where, kind)
         choice = choose(request)
         why_not_whole: str | None = "it takes self-attention without mask and bias"
-        if source_length is None and request.mask is None and request.bias is None:
+        batch_first = getattr(layer, "batch_first", True)
+        if not batch_first:
+            why_not_whole = "it takes inputs that are batch first"
+        elif source_length is None and request.mask is None and request.bias is None:
             why_not_whole = whole.why_not(
                 layer, torch.empty((), device=where, dtype=kind).expand(B, L, layer.embed_dim)
             )
@@ -117,7 +120,14 @@ def _layer(subject: object) -> AttentionLayer:
         missing = [name for name in ("embed_dim", "num_heads") if name not in given]
         if missing:
             raise bad_value("subject", "at least embed_dim and num_heads", f"no {' and no '.join(missing)}")
-        return Attention(**given | {"device": "meta"})
+        try:
+            return Attention(**given | {"device": "meta"})
+        except TypeError as error:
+            if "unexpected keyword" not in str(error):
+                raise
+            name = str(error).rpartition("argument ")[2]
+            instead = "For a layer of another kind make it and pass the layer."
+            raise bad_value("subject", "arguments of Attention", name, "", instead) from None
     instead = "For a model explain one of its layers; for a configuration pass a dict of Attention's arguments."
     raise bad_type("subject", "an Attention, or a mapping of its arguments", subject, "", instead)
 
@@ -147,10 +157,9 @@ def _request(
     else:
         whole, joined = layer.joined(mask, bias, plane, None, None, True)
     dropout = layer.dropout if training else 0.0
-    needs_lse = layer.sinks is not None
     return make_request(
         q, k, v, None if whole is None else whole.to(device), joined, layer.scale, layer.softcap, dropout,
-        None, None, needs_lse, reference.attention,
+        None, None, layer.needs_lse, reference.attention,
     )  # fmt: skip
 
 

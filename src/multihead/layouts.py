@@ -56,7 +56,7 @@ class Ragged:
             self.lengths = torch.tensor([len(row) for row in rows], device=nested.device)
         self._is_jagged = nested.layout == torch.jagged
         self.counts: list[int] = self.lengths.tolist()
-        self.longest = max(self.counts, default=0)
+        self.longest = max(self.counts) if self.counts else 0
         # Where each token lies among the (N * longest) places of the padded form.
         starts = torch.arange(len(self.counts), device=nested.device) * self.longest
         within = torch.arange(len(self.values), device=nested.device) - (

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from multihead import whole
 from multihead.attention import attention, attention_weights, attention_with_mean_weights
-from multihead.errors import bad_type, bad_value, check_probability, check_size, describe, is_number
+from multihead.errors import bad_type, bad_value, check_probability, check_size, describe
 from multihead.layouts import Layout
 from multihead.masks import Mask, as_mask
+from multihead.options import check_flags, check_head_dim, check_kv_heads, check_number, check_position
 from multihead.plane import Plane, default_positions
 from multihead.positions import Position
-from multihead.projections import LinearProjections, Projections
+from multihead.projections import LinearProjections, Projections, ProjectionView
 from multihead.request import check_scores
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class AttentionLayer(Projections):
         nn.Module.__init__(self)  # by name: the drop-in is also a torch.nn.MultiheadAttention, which would make its own
         self.embed_dim = check_size("embed_dim", embed_dim)
         self.num_heads = check_size("num_heads", num_heads)
-        self.num_kv_heads = _check_kv_heads(num_heads, num_kv_heads)
-        self.head_dim = _check_head_dim(embed_dim, num_heads, head_dim)
+        self.num_kv_heads = check_kv_heads(num_heads, num_kv_heads)
+        self.head_dim = check_head_dim(embed_dim, num_heads, head_dim)
         sizes = {"value_dim": value_dim, "kdim": kdim, "vdim": vdim, "out_dim": out_dim}
         given = {name: check_size(name, size) for name, size in sizes.items() if size is not None}
         self.value_dim = given.get("value_dim", self.head_dim)
@@ -71,8 +72,8 @@ class AttentionLayer(Projections):
         self.out_dim = given.get("out_dim", embed_dim)
         check_flags(bias=bias, out_bias=out_bias, packed=packed, qk_norm=qk_norm, gate=gate, sinks=sinks)
         if position is not None:
-            _check_position(position).check(num_heads, self.head_dim)
-        self.softcap, self.scale = _check_number("softcap", softcap, above_zero=True), _check_number("scale", scale)
+            check_position(position).check(num_heads, self.head_dim)
+        self.softcap, self.scale = check_number("softcap", softcap, above_zero=True), check_number("scale", scale)
         self.mask = None if mask is None else as_mask(mask)
         self.dropout = check_probability("dropout", dropout)
         check_probability("out_dropout", out_dropout)
@@ -114,10 +115,12 @@ class AttentionLayer(Projections):
 
     def _reset_own_parameters(self) -> None:
         for projection, rows in self.rows_by_part().values():
-            _draw(projection.weight[rows])
+            _draw(projection.weight, rows)
         for projection in filter(None, (self.gate_proj, self.out_proj)):
-            _draw(projection.weight)
+            _draw(projection.weight, slice(None))
         for module in self.children():
+            if isinstance(module, ProjectionView):
+                continue  # the bias is a parameter of the layer
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
             elif isinstance(module, nn.RMSNorm):
@@ -142,6 +145,7 @@ class AttentionLayer(Projections):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
+        self.mask = None if self.mask is None else as_mask(self.mask)  # a tensor, if somebody has set one
         if self.mask is not None and self.mask.tensors():  # no parameters, but they go where the parameters go
             at = next(iter(self.mask.tensors().values())).device
             self.mask = self.mask.to(fn(torch.empty(0, device=at)).device)
@@ -193,6 +197,11 @@ class AttentionLayer(Projections):
             out = out * torch.sigmoid(self.gate_proj(query))
         out = self.out_proj(out)
         return (out if self.out_dropout is None else self.out_dropout(out)), weights
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether attention has to tell the softmax's denominator, for what shares it besides the keys."""
+        return self.sinks is not None
 
     def is_simple(self) -> bool:
         """Whether it has nothing but projections and as many key/value heads as heads, all as torch.nn has them, and
@@ -364,9 +373,10 @@ class Attention(AttentionLayer, LinearProjections):
         return key, value
 
 
-def _draw(weight: Tensor) -> None:
+def _draw(weight: Tensor, rows: slice) -> None:
     """Xavier-uniform; of complex numbers too, whose two parts share the variance (Trabelsi et al. 2018)."""
-    nn.init.xavier_uniform_(weight, gain=math.sqrt(0.5) if weight.is_complex() else 1.0)
+    if not getattr(weight, "_is_hf_initialized", False):  # transformers' mark on what it has loaded; rows don't have it
+        nn.init.xavier_uniform_(weight[rows], gain=math.sqrt(0.5) if weight.is_complex() else 1.0)
 
 
 def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -393,50 +403,3 @@ def split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Te
     if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(item, Tensor) for item in pair):
         return pair
     raise bad_type("positions", "a tensor (L,) or (*batch, L), or a pair of them", positions)
-
-
-def _check_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
-    if num_kv_heads is None:
-        return num_heads
-    if num_heads % check_size("num_kv_heads", num_kv_heads):
-        choices = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
-        otherwise = "Query heads could not be shared evenly among the key/value heads."
-        raise bad_value(
-            "num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads, otherwise, f"Choose of {choices}."
-        )
-    return num_kv_heads
-
-
-def _check_head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        return check_size("head_dim", head_dim)
-    if embed_dim % num_heads:
-        otherwise = "Each head's width is embed_dim / num_heads unless told."
-        instead = f"Pass head_dim=, such as {max(1, embed_dim // num_heads)}, or another num_heads."
-        raise bad_value("embed_dim", f"a multiple of num_heads={num_heads}", embed_dim, otherwise, instead)
-    return embed_dim // num_heads
-
-
-def check_flags(**flags: object) -> None:
-    """Whether flags, by name, are True or False."""
-    may_be_none = ("out_bias", "packed")
-    for name, flag in flags.items():
-        if not isinstance(flag, bool) and not (flag is None and name in may_be_none):
-            raise bad_type(name, "True or False" + (" or None" if name in may_be_none else ""), flag)
-
-
-def _check_position(position: object) -> Position:
-    if not isinstance(position, Position):
-        instead = "Make one: Rotary(), ALiBi(num_heads), T5Bias(num_heads), RelativeBias(num_heads, max_distance)."
-        raise bad_type("position", "a Position or None", position, "", instead)
-    return position
-
-
-def _check_number(name: str, value: object, *, above_zero: bool = False) -> float | None:
-    if value is None:
-        return None
-    if not is_number(value):
-        raise bad_type(name, "a number or None", value)
-    if not -float("inf") < value < float("inf") or (above_zero and value <= 0):
-        raise bad_value(name, "a number above 0, or None" if above_zero else "a finite number, or None", value)
-    return float(value)

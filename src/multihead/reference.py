@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from multihead.masks import Mask, as_mask
-from multihead.plane import default_positions
+from multihead.plane import Plane, Tile, default_positions
 from multihead.positions import Position, without_lowest
 
 
@@ -74,9 +74,17 @@ def attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     q_positions, k_positions = default_positions(L, S, q_positions, k_positions, q.device)
     q_HLD, k_KSD, v_KSV = q.to(wide), k.to(wide), v.to(wide)
+    added = bias.bias(q_positions, k_positions) if isinstance(bias, Position) else bias
+    added = None if added is None else without_lowest(added)
     visible = None
     if mask is not None:
-        visible = as_mask(mask).dense(L, S, q_positions=q_positions, k_positions=k_positions, device=q.device)
+        mask = as_mask(mask)
+        mask.check(Plane(None, None, L, S, q.device))
+        visible = mask.visible(Tile(L, S, q_positions, k_positions))
+    if added is not None:  # -inf hides too
+        visible = added != -math.inf if visible is None else visible & (added != -math.inf)
+    if visible is not None:
+        visible = visible.expand(torch.broadcast_shapes(visible.shape, (L, S)))
         # A key that nobody may see is replaced by zeros, so that NaN or inf in padding cannot come back as 0 * NaN.
         # So is a query that sees nothing.
         seen = _seen_by_kv_head(visible, H, K)  # (..., K or 1, S, 1)
@@ -90,9 +98,8 @@ def attention(
         scores = scores.real
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        added = bias if isinstance(bias, Tensor) else bias.bias(q_positions, k_positions)
-        scores = scores if added is None else scores + without_lowest(added).to(scores.dtype)
+    if added is not None:
+        scores = scores + added.to(scores.dtype)
     if visible is not None:
         scores = torch.where(visible, scores, -math.inf)
 

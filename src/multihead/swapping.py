@@ -122,6 +122,8 @@ def _fitting(only: object, names: list[str]) -> list[str]:
 
 
 def _why_not(layer: TorchMultiheadAttention) -> str | None:
+    if "forward" in vars(layer):
+        return "its forward was replaced, and would go on running in place of multihead's"
     if type(layer) is TorchMultiheadAttention:
         return None
     if isinstance(layer, MultiheadAttention):

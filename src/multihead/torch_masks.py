@@ -126,7 +126,9 @@ def _checked_padding(name: str, given: object, plane: Plane) -> Tensor:
 
 def _checked_table(name: str, given: object, plane: Plane) -> Tensor:
     N, H, L, S = _sizes(plane)
-    form = "(L, S) or (H, L, S)" if N is None else "(L, S), (N, L, S), (N*H, L, S) or (N, H, L, S)"
+    form = (
+        "(L, S) or (H, L, S)" if N is None else "(L, S), (N, L, S), (N*H, L, S) or (N, H, L, S), 1 for any of the last,"
+    )
     table = _check_kind(name, given, form, plane.device)
     shape, rows = tuple(table.shape), 1 if N is None else N
     allowed = shape == (L, S) or (len(shape) == 3 and shape[1:] == (L, S) and shape[0] in (1, rows, rows * H))
@@ -134,7 +136,9 @@ def _checked_table(name: str, given: object, plane: Plane) -> Tensor:
         return table
     sizes = f"L={L}, S={S}, H={H}" + ("" if N is None else f", N={N}")
     in_torch = f"expected `{name}` to be `None`, 2-D or 3-D but found {table.ndim}-D tensor instead"
-    if table.ndim in (2, 3):
+    if table.ndim == 4:
+        in_torch = ""
+    elif table.ndim in (2, 3):
         in_torch = f"Expected `{name}` shape to be {(L, S) if table.ndim == 2 else (rows * H, L, S)} but got {shape}"
     raise bad_input(name, f"the shape {form} with {sizes}", describe(table), "", in_torch)
 
@@ -156,25 +160,36 @@ def _sizes(plane: Plane) -> tuple[int | None, int, int, int]:
 
 
 def _is_causal_table(table: Tensor) -> bool:
-    """Whether a table is the causal one, (L, S) with L <= S, as most code makes it by hand. Looking takes one pass."""
+    """Whether a table is the causal one, (L, S) with L <= S, as most code makes it by hand. A few rows are looked at at
+    a time, up to the first that differs."""
     if table.ndim != 2 or table.requires_grad or not readable(table):
         return False
     L, S = table.shape
     if not 1 < L <= S:
         return False
-    hidden = table if table.dtype == torch.bool else table == -math.inf
-    if not torch.equal(hidden, _above_diagonal(L, S)):
-        return False
-    return table.dtype == torch.bool or not bool(table.tril(S - L).any())
+    step = L if L * S <= _SMALL else max(1, _SMALL // S)
+    for start in range(0, L, step):
+        rows = table[start : start + step]
+        hidden = rows if table.dtype == torch.bool else rows == -math.inf
+        later = _later_keys(L, S) if step == L else _made_later_keys(L, S, start, len(rows))
+        if not torch.equal(hidden, later):
+            return False
+        if table.dtype != torch.bool and bool(rows.masked_fill(hidden, 0.0).any()):
+            return False
+    return True
 
 
-def _above_diagonal(L: int, S: int) -> Tensor:
-    """What the causal mask hides."""
-    return _kept(L, S) if L * S <= 2**16 else torch.ones(L, S, dtype=torch.bool).triu(S - L + 1)
+_SMALL = 2**16  # pairs that are looked at at a time
 
 
 @lru_cache(maxsize=32)
-def _kept(L: int, S: int) -> Tensor:
-    """For small sizes, where making it takes longer than attention itself."""
+def _later_keys(L: int, S: int) -> Tensor:
+    """What the causal mask hides. Kept for small sizes, where making it takes longer than attention itself."""
     with torch.inference_mode(False):
-        return torch.ones(L, S, dtype=torch.bool).triu(S - L + 1)
+        return _made_later_keys(L, S, 0, L)
+
+
+def _made_later_keys(L: int, S: int, start: int, count: int) -> Tensor:
+    """The same for some rows: (count, S)."""
+    queries = torch.arange(start + S - L, start + S - L + count, device="cpu")
+    return torch.arange(S, device="cpu") > queries[:, None]

@@ -58,7 +58,7 @@ def tables(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is ask
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (B,H,L,V), lse (B,H,L))."""
     # One number from torch's own generator: dropout repeats under torch.manual_seed and under checkpointing.
-    seed = int(torch.randint(2**62, ())) if request.dropout else None
+    seed = int(torch.randint(2**62, (), device="cpu")) if request.dropout else None
     fused = request.q.device.type == "cpu" and not flash_cpu.refusals(request)
     bias = request.bias if isinstance(request.bias, Tensor) else None
     nothing = request.q.new_empty(0)  # autograd keeps the tensors, so that it can watch over them

@@ -99,7 +99,8 @@ class _Rows(torch.autograd.Function):
         if not is_causal and (request.mask is not None or request.bias is not None):
             added = sdpa.additive_mask(request, q.dtype)
         grads = flash_cpu.backward(grad_out, None, q, k, v, out.transpose(1, 2), lse, added, is_causal, request.scale)
-        if request.mask is not None and not all(grad.sum().isfinite() for grad in grads):
+        hides = request.mask is not None or request.bias is not None
+        if hides and not all(grad.sum().isfinite() for grad in grads):
             return *_by_definition(request, (q, k, v, bias), grad_out, None), *rest
         return *grads, None, *rest
 
@@ -129,7 +130,7 @@ def _attend(
     out = make(B, L, K, H // K, V) if with_out else None
     lse = q.new_zeros(B, K, H // K, L) if with_lse else None
     weights = make(B, L, S) if average else make(B, K, H // K, L, S)
-    size = min(L, max(_LEAST_ROWS // (H // K), _TILE_BYTES // (H // K * S * q.element_size())))
+    size = min(L, max(1, _LEAST_ROWS // (H // K), _TILE_BYTES // (H // K * S * q.element_size())))
     at_once = max(1, _TILE_BYTES // (H // K * size * S * q.element_size())) if size == L else 1
     # Two tiles, used again and again: memory that is freed and asked for has to be made by the system each time.
     room = q.new_empty(2, min(at_once, B * K) * (H // K) * size * S)
@@ -173,7 +174,8 @@ def _attend(
     weights = weights if average else weights.flatten(1, 2)
     out = None if out is None else out.flatten(2, 3)
     lse = None if lse is None else lse.flatten(1, 2)
-    if request.mask is None or (weights.sum() if out is None else out.sum()).isfinite():
+    hides = request.mask is not None or request.bias is not None
+    if not hides or (weights.sum() if out is None else out.sum()).isfinite():
         return out, lse, weights, True
     with torch.no_grad():
         safe, weights, _ = request.defined(q, k, v, request.bias)

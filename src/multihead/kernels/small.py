@@ -76,10 +76,18 @@ def attend(request: Request) -> tuple[Tensor, Tensor]:
     added = sdpa.additive_mask(request, wide)
     if readable(q) and readable(k):
         found = _attend(request, q, k, v, added, None)
-        if sdpa.is_clean(request, found[0]):  # neither NaN from keys nobody sees, nor a row that sees nothing
+        # Neither NaN from keys nobody sees, nor a row that sees nothing, nor numbers that overflow on the way back.
+        if sdpa.is_clean(found[0]) and all(_is_moderate(t) for t in (q, k, v)):
             return found
     q, k, v, blind = sdpa.without_unseen(request, q, k, v, added)
     return _attend(request, q, k, v, added, blind)
+
+
+def _is_moderate(tensor: Tensor) -> bool:
+    """Whether products of its numbers stay finite. NaN is not moderate."""
+    least, most = (bound.item() for bound in tensor.detach().aminmax())
+    limit = torch.finfo(tensor.dtype).max ** 0.5
+    return least > -limit and most < limit
 
 
 def _attend(

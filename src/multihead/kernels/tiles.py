@@ -206,15 +206,17 @@ class PlainTiles(Tiles):
             bounded = scores.div_(self.request.softcap).tanh_()
             slope = 1 - bounded.square()
             scores = bounded * self.request.softcap
+        unseen = torch.zeros_like(scores, dtype=torch.bool) if self.careful else None  # pairs that are hidden
         start = 0
         for columns in step.columns if self.request.bias is not None else ():
             place = slice(start, start + columns.stop - columns.start)
             bias = self.request.added(step.rows, columns)
             if bias is not None:
-                scores[..., place] += self.of_heads(bias, step)
+                bias = self.of_heads(bias, step)
+                scores[..., place] += bias
+                if unseen is not None:
+                    unseen[..., place] |= bias == -math.inf
             start = place.stop
-        if self.careful:
-            k, v = k.clone(), v.clone()
         for place, columns in step.masked:
             visible = self.request.visible(step.rows, columns)
             assert visible is not None
@@ -222,11 +224,14 @@ class PlainTiles(Tiles):
             scores[..., place].masked_fill_(hidden, -math.inf)
             if slope is not None:
                 slope[..., place].masked_fill_(hidden, 0.0)
-            if self.careful:
-                unseen = hidden.expand(-1, -1, -1, q.shape[3], -1).all(3).all(2)[..., None]
-                k[:, :, place].masked_fill_(unseen, 0.0)
-                v[:, :, place].masked_fill_(unseen, 0.0)
-        if self.careful:
+            if unseen is not None:
+                unseen[..., place] |= hidden
+        if unseen is not None:
+            scores.masked_fill_(unseen, -math.inf)
+            if slope is not None:
+                slope.masked_fill_(unseen, 0.0)
+            nobody = unseen.all(3).all(2)[..., None]  # (b, k, n, 1)
+            k, v = k.masked_fill(nobody, 0.0), v.masked_fill(nobody, 0.0)
             q = q.masked_fill((scores == -math.inf).all(-1)[..., None], 0.0)
         return q, k, v, scores, slope
 
