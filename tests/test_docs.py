@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from multihead import cli
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)  # code, and what it prints if that follows
@@ -22,6 +25,13 @@ def test_the_code_runs_and_prints_what_is_said(name, capsys):
         exec(compile(code, name, "exec"), space)
         printed = capsys.readouterr().out
         assert not said or printed == said
+
+
+def test_explain_prints_what_the_readme_shows():
+    shown = re.search(r"```\n\$ multihead (explain .*?)\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert shown
+    result = CliRunner().invoke(cli.app, shown[1].split(), prog_name="multihead")
+    assert result.stdout == shown[2]
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
