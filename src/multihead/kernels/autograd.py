@@ -33,8 +33,10 @@ def readable(tensor: Tensor) -> bool:
     """Whether the values of a tensor may be looked at on the way, and at no cost: it holds some, on the CPU, and
     nothing records or transforms what is done with it."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
-    is_watched = recording() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
-    return is_plain and not is_watched
+    if not is_plain or recording() or torch._C._are_functorch_transforms_active():
+        return False
+    # Modes of torch_dispatch: make_fx, fake tensors and the like, of both kinds.
+    return not torch._C._len_torch_dispatch_stack() and not torch._ops._len_torch_dispatch_stack_pre_dispatch()
 
 
 def needs_definition(*grads: Tensor | None) -> bool:
