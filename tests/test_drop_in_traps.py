@@ -98,20 +98,27 @@ def test_nan_behind_a_float_mask_stays_there(mode, T, lowest):
                     )
 
 
-@pytest.mark.parametrize("kernel", ["small", "sdpa", "blocks", "reference", None])
+@pytest.mark.parametrize("kernel", ["small", "sdpa", "blocks", "blocks, softcap", "reference", None])
 @pytest.mark.parametrize("S", [6, 300])
-@pytest.mark.parametrize("as_bias", [False, True])
+@pytest.mark.parametrize("by", ["mask", "bias", "both"])
 @pytest.mark.parametrize("junk", [3e38, math.inf, math.nan])
-def test_what_hidden_keys_hold_does_not_reach_gradients(kernel, S, as_bias, junk):
+@pytest.mark.parametrize("held_by", ["kv", "v"])
+def test_what_hidden_keys_hold_does_not_reach_gradients(kernel, S, by, junk, held_by):
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 2, n, 64) for n in (5, S, S))
-    keep = torch.arange(S) < S - 1
-    hide = {"bias": torch.zeros(1, S).masked_fill(~keep, -math.inf)} if as_bias else {"mask": mh.padding(keep)}
+    last, first = torch.arange(S) < S - 1, torch.arange(S) > 0
+    keep = last & first if by == "both" else last
+    options = {"mask": mh.padding(last)} if by != "bias" else {}
+    if by != "mask":
+        options["bias"] = torch.zeros(1, S).masked_fill(~(first if by == "both" else last), -math.inf)
+    if kernel == "blocks, softcap":
+        options["softcap"] = 5.0
     grads = []
     for held in (0.0, junk):
-        leaves = [t.clone().requires_grad_() for t in (q, *(t.where(keep[:, None], held) for t in (k, v)))]
-        out = mh.attention(*leaves, kernel=kernel, **hide)
-        grads.append(torch.autograd.grad(out.sin().sum(), leaves))
+        leaves = [t.where(keep[:, None], held) if name in held_by else t for name, t in (("k", k), ("v", v))]
+        leaves = [t.clone().requires_grad_() for t in (q, *leaves)]
+        out = mh.attention(*leaves, kernel=kernel and kernel.split(",")[0], **options)
+        grads.append(torch.autograd.grad(out.sum(), leaves))  # so that products with huge values add up
     for have, want in zip(*grads, strict=True):
         torch.testing.assert_close(have, want)
 
