@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import multihead as mh
 from multihead import whole
 from multihead.kernels import small
+from multihead.request import make_request
 
 MODES = {"train": (True, True), "eval": (False, True), "no_grad": (False, False)}
 
@@ -248,7 +249,7 @@ def test_a_tensor_set_as_mask_moves_with_the_layer():
 def test_small_is_for_what_the_fused_operation_lacks():
     q = torch.randn(1, 2, 5, 4, requires_grad=True)
     for options, wanted in (({}, False), ({"dropout": 0.1}, True), ({"mask": mh.causal()}, False)):
-        request = mh.attention.__globals__["make_request"](
+        request = make_request(
             q, q, q, options.get("mask"), None, None, None, options.get("dropout", 0.0), None, None, False, None
         )
         assert (not small.drawbacks(request)) == wanted

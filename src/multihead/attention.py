@@ -196,10 +196,10 @@ def attention_with_mean_weights(
     out: Tensor | None = None
     mean: Tensor | None = None
     if sinks is None:
-        real_q, real_k, real_v, _, without = _from_autocast(q, k, v)
+        cast_q, cast_k, cast_v, _, without = _from_autocast(q, k, v)
         with without:
             request = make_request(
-                real_q, real_k, real_v, mask, bias, scale, softcap, dropout, q_positions, k_positions, False,
+                cast_q, cast_k, cast_v, mask, bias, scale, softcap, dropout, q_positions, k_positions, False,
                 reference.attention,
             )  # fmt: skip
             # With dropout up to where `attention` takes it too: asking for weights may not change what is drawn.
@@ -212,7 +212,7 @@ def attention_with_mean_weights(
         if mean is not None:
             mean = mean.reshape(*q.shape[:-3], q.shape[-2], k.shape[-2])
         if out is not None:
-            out = _as(real_q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
+            out = _as(cast_q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
     if mean is None:
         mean = attention_weights(q, k, mask, **scores).mean(-3)
     if out is None:

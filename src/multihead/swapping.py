@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -56,15 +57,7 @@ def swap(model: nn.Module, only: Only | None = None) -> SwapReport:
         TypeError: `model` is no module, or `only` none of these.
         ValueError: a name in `only` fits no layer of attention.
     """
-    swapped, skipped = [], {}
-    for name, layer in _chosen(model, only):
-        why = _why_not(layer)
-        if why is None:
-            _convert(layer)
-            swapped.append(name)
-        else:
-            skipped[name] = why
-    return SwapReport("swapped", tuple(swapped), skipped)
+    return _each("swapped", _chosen(model, only), _why_not, _convert)
 
 
 def unswap(model: nn.Module, only: Only | None = None) -> SwapReport:
@@ -80,17 +73,27 @@ def unswap(model: nn.Module, only: Only | None = None) -> SwapReport:
     Raises:
         ValueError, TypeError: as `swap`.
     """
-    swapped, skipped = [], {}
-    for name, layer in _chosen(model, only):
-        if not isinstance(layer, MultiheadAttention):
-            continue
-        why = _why_not_back(layer)
+    ours = [(name, layer) for name, layer in _chosen(model, only) if isinstance(layer, MultiheadAttention)]
+    return _each("unswapped", ours, _why_not_back, _convert_back)
+
+
+def _each(
+    done: str,
+    layers: Iterable[tuple[str, Any]],
+    why_not: Callable[[Any], str | None],
+    convert: Callable[[Any], None],
+) -> SwapReport:
+    """Convert the layers of which nothing says why not."""
+    swapped: list[str] = []
+    skipped: dict[str, str] = {}
+    for name, layer in layers:
+        why = why_not(layer)
         if why is None:
-            _convert_back(layer)
+            convert(layer)
             swapped.append(name)
         else:
             skipped[name] = why
-    return SwapReport("unswapped", tuple(swapped), skipped)
+    return SwapReport(done, tuple(swapped), skipped)
 
 
 def _chosen(model: object, only: object) -> Iterator[tuple[str, TorchMultiheadAttention]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from multihead.kernels.autograd import recording
 from multihead.projections import is_plain
 
 NAME = "whole"
@@ -29,7 +30,7 @@ def why_not(layer: Any, x: Tensor, looks: bool = False) -> str | None:
 
     `looks`: whether the mean of the weights is asked for.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if recording():
         return "torch.compile, torch.export or tracing: the operations are recorded one by one"
     if torch.is_grad_enabled() or (layer.training and layer.dropout):
         return "gradients or dropout: it has no training"
