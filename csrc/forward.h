@@ -1,0 +1,268 @@
+// The forward pass: blocks of keys, one after the other, under an online softmax (Milakov, Gimelshein 2018; Dao et al.,
+// "FlashAttention", 2022). See docs/kernel.md for a picture.
+//
+// For each row three things are kept: the largest score so far, the sum of 2^(score - largest), and the output weighted
+// in the same way. When a block of keys brings a larger score, sum and output shrink by 2^(old - new). So no more than
+// a strip of scores, [KEY_BLOCK][LANES], exists at any time.
+#pragma once
+
+#include "decode.h"
+#include "dropout.h"
+#include "kernel.h"
+#include "mask.h"
+#include "product.h"
+#include "scores.h"
+#include "storage.h"
+
+namespace multihead {
+namespace MULTIHEAD_ISA {
+
+constexpr int ROWS_AT_ONCE = 64;  // share the keys of a block while they are in the cache
+constexpr int STRIPS = ROWS_AT_ONCE / LANES;
+
+static int64_t row_blocks(const Problem& p) { return (p.G * p.L + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE; }
+
+struct Softmax {
+  Floats top[N], sum[N];
+};
+
+// Weights of a block from its scores, in place, not yet divided by their sum. Returns whether the output so far has to
+// shrink, by `shrink`.
+static bool weigh(const Problem& p, const Strip& s, Softmax& state, uint32_t some, int64_t block, int64_t keys,
+                  float* scores, Floats shrink[N]) {
+  Floats top[N];
+  for (int j = 0; j < N; j++) top[j] = state.top[j];
+  for (Run run = next_run(some, 0); run.cells; run = next_run(some, run.first + run.cells)) {
+    const float* line = scores + run.first * CELL * LANES;
+    for (int64_t k = keys_of(run, keys); k > 0; k--, line += LANES)
+      for (int j = 0; j < N; j++) top[j] = larger(load(line + j * W), top[j]);  // passes over NaN: the power keeps it
+  }
+  Floats base[N];
+  bool changes = false;
+  for (int j = 0; j < N; j++) {
+    changes |= any(top[j] != state.top[j]);
+    base[j] = top[j] == -INF ? Floats{} : top[j];  // rows that have seen nothing yet
+    shrink[j] = power_below_one(state.top[j] - base[j]);
+    state.top[j] = top[j];
+  }
+  Floats sum[N] = {}, other[N] = {};
+  for (Run run = next_run(some, 0); run.cells; run = next_run(some, run.first + run.cells)) {
+    float* line = scores + run.first * CELL * LANES;
+    int64_t n = keys_of(run, keys), k = 0;
+    if (p.has_dropout) {
+      int64_t first = block * KEY_BLOCK + run.first * CELL;
+      for (; k < n; k += 4) {
+        Ints kept[4][N];
+        draw(p, s, first + k, kept);
+        for (int64_t i = 0; i < 4 && k + i < n; i++)
+          for (int j = 0; j < N; j++) {
+            float* place = line + (k + i) * LANES + j * W;
+            Floats weight = power_below_one(load(place) - base[j]);
+            sum[j] += weight;
+            store(place, (Floats)((Ints)weight & kept[i][j]));
+          }
+      }
+      continue;
+    }
+    for (; k + 2 <= n; k += 2, line += 2 * LANES)
+      for (int j = 0; j < N; j++) {
+        Floats a = power_below_one(load(line + j * W) - base[j]);
+        Floats b = power_below_one(load(line + LANES + j * W) - base[j]);
+        store(line + j * W, a), store(line + LANES + j * W, b);
+        sum[j] += a, other[j] += b;
+      }
+    for (; k < n; k++, line += LANES)
+      for (int j = 0; j < N; j++) {
+        Floats a = power_below_one(load(line + j * W) - base[j]);
+        store(line + j * W, a);
+        sum[j] += a;
+      }
+  }
+  for (int j = 0; j < N; j++) state.sum[j] = state.sum[j] * shrink[j] + (sum[j] + other[j]);
+  return changes;
+}
+
+// The strips of a row block and what is kept for them.
+struct ForwardRoom {
+  Strip* strips;
+  Softmax* states;
+  float *q, *out;  // of each strip: [D][LANES], [V][LANES]; in decode.h [rows][D], [rows][V]
+  float *scores, *spare, *keys, *values, *rows;
+  int64_t q_size, out_size;
+
+  ForwardRoom(const Problem& p, Room& room) {
+    int64_t d = (p.D + W - 1) / W * W, v = (p.V + W - 1) / W * W;
+    int64_t strips_used = (p.G * p.L + LANES - 1) / LANES;
+    strips_used = strips_used < STRIPS ? strips_used : STRIPS;
+    q_size = d * LANES, out_size = v * LANES;
+    strips = room.take<Strip>(strips_used);
+    states = room.take<Softmax>(strips_used);
+    q = room.take(strips_used * q_size);
+    out = room.take(strips_used * out_size);
+    int64_t block = p.S < KEY_BLOCK ? p.S : KEY_BLOCK;
+    scores = room.take(block * LANES);
+    spare = room.take(block * LANES);
+    keys = room.take(block * d);
+    values = room.take(block * v);
+    rows = room.take(LANES * (d > v ? d : v));
+  }
+};
+
+// q of a strip as [D][LANES], times `factor`. Lanes without a row are zeros.
+static void pack_queries(const Tensor4& t, const Strip& s, int64_t width, float factor, float* to, float* room) {
+  const float* rows[LANES];
+  for (int i = 0; i < LANES; i++) {
+    if (i < s.count) {
+      rows[i] = read_row(t, s.b, s.h[i], s.l[i], width, room + i * width);
+    } else {
+      memset(room + i * width, 0, size_t(width) * sizeof(float));
+      rows[i] = room + i * width;
+    }
+  }
+  transpose_in(rows, width, factor, to, LANES);
+}
+
+// Divide by the sums and write. False: something is not finite.
+static bool finish(const Problem& p, const Strip& s, const Softmax& state, float* out, bool few, float* room) {
+  Floats factor[N];
+  Ints bad = {};
+  for (int j = 0; j < N; j++) {
+    factor[j] = state.sum[j] == 0.0f ? Floats{} : p.keep_scale / state.sum[j];
+    bad |= not_finite(factor[j]);
+  }
+  const float* rows = out;
+  int64_t step = (p.V + W - 1) / W * W;
+  if (few) {
+    for (int i = 0; i < s.count; i++)
+      for (int64_t c = 0; c < step; c += W) {
+        Floats x = load(out + i * step + c) * factor[i / W][i % W];
+        bad |= not_finite(x);
+        store(out + i * step + c, x);
+      }
+  } else {
+    for (int64_t c = 0; c < p.V; c++)
+      for (int j = 0; j < N; j++) {
+        Floats x = load(out + c * LANES + j * W) * factor[j];
+        bad |= not_finite(x);
+        store(out + c * LANES + j * W, x);
+      }
+    transpose_out(out, p.V, room, p.V);
+    rows = room, step = p.V;
+  }
+  for (int i = 0; i < s.count; i++) {
+    write_row(p.out, s.b, s.h[i], s.l[i], p.V, rows + i * step);
+    float sum = state.sum[i / W][i % W], top = state.top[i / W][i % W];
+    p.lse[(s.b * p.H + s.h[i]) * p.L + s.l[i]] = top == -INF && sum == 0 ? -INF : top * LN_2 + __builtin_logf(sum);
+  }
+  return !any(bad);
+}
+
+// One block of rows of one head over the keys of one part.
+static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block, int64_t part, void* memory) {
+  Room room(memory);
+  ForwardRoom at(p, room);
+  bool few = is_few(p);
+  int64_t first_row = row_block * ROWS_AT_ONCE, rows = p.G * p.L - first_row;
+  int strips = int(rows < ROWS_AT_ONCE ? (rows + LANES - 1) / LANES : STRIPS);
+  for (int i = 0; i < strips; i++) {
+    Strip& s = at.strips[i];
+    open_strip(p, b, head, first_row + i * LANES, s);
+    if (few)
+      copy_queries(p, s, at.q);
+    else
+      pack_queries(p.q, s, p.D, query_factor(p), at.q + i * at.q_size, at.rows);
+    for (int j = 0; j < N; j++) at.states[i].top[j] = all(-INF), at.states[i].sum[j] = Floats{};
+    memset(at.out + i * at.out_size, 0, size_t(at.out_size) * sizeof(float));
+  }
+  if (few) memset(at.scores, 0, size_t((p.S < KEY_BLOCK ? p.S : KEY_BLOCK) * LANES) * sizeof(float));
+
+  bool adjusts = p.softcap > 0 || p.bias.data || p.slopes;
+  int64_t last_key = p.S, block = 0;
+  if (p.parts > 1) {
+    block = part * p.part_keys / KEY_BLOCK;
+    last_key = (part + 1) * p.part_keys < p.S ? (part + 1) * p.part_keys : p.S;
+  }
+  for (; block * KEY_BLOCK < last_key; block++) {
+    Cells cells[STRIPS];
+    uint32_t some = 0;
+    for (int i = 0; i < strips; i++) cells[i] = look(p, at.strips[i], block), some |= cells[i].some;
+    if (!some) continue;
+    int64_t first = block * KEY_BLOCK, keys = p.S - first < KEY_BLOCK ? p.S - first : KEY_BLOCK;
+    Rows k = read_keys(p, p.k, b, head, first, keys, some, p.D, few, at.keys);
+    Rows v = read_keys(p, p.v, b, head, first, keys, some, p.V, few, at.values);
+    for (int i = 0; i < strips; i++) {
+      const Strip& s = at.strips[i];
+      uint32_t own = cells[i].some;
+      if (!own) continue;
+      float *q = at.q + i * at.q_size, *out = at.out + i * at.out_size;
+      for (Run run = next_run(own, 0); run.cells; run = next_run(own, run.first + run.cells)) {
+        int64_t start = run.first * CELL, n = keys_of(run, keys);
+        float* scores = at.scores + start * LANES;
+        if (few)
+          dots(p, s.count, q, k.data + start * k.step, k.step, n, scores);
+        else
+          product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, scores, LANES, p.D);
+        if (adjusts || own != cells[i].every) adjust(p, s, block, run, cells[i].every, scores, LANES, nullptr, at.spare);
+      }
+      Floats shrink[N];
+      if (weigh(p, s, at.states[i], own, block, keys, at.scores, shrink)) {
+        if (few)
+          shrink_rows(p, s.count, (const float*)shrink, out);
+        else
+          for (int64_t c = 0; c < p.V; c++)
+            for (int j = 0; j < N; j++) store(out + c * LANES + j * W, load(out + c * LANES + j * W) * shrink[j]);
+      }
+      for (Run run = next_run(own, 0); run.cells; run = next_run(own, run.first + run.cells)) {
+        int64_t start = run.first * CELL, n = keys_of(run, keys);
+        const float* weights = at.scores + start * LANES;
+        if (few)
+          mix(p, s.count, weights, v.data + start * v.step, v.step, n, out);
+        else
+          product<Along::rows, Into::sum>(p.V, v.data + start * v.step, v.step, weights, LANES, out, LANES, n);
+      }
+    }
+  }
+  bool good = true;
+  for (int i = 0; i < strips; i++) {
+    if (p.parts > 1)
+      keep_part(p, at.strips[i], part, (const float*)at.states[i].top, (const float*)at.states[i].sum,
+                at.out + i * at.out_size, few, at.rows);
+    else
+      good &= finish(p, at.strips[i], at.states[i], at.out + i * at.out_size, few, at.rows);
+  }
+  return good;
+}
+
+// Put the parts of a head's keys together, in their order.
+static bool combine(const Problem& p, int64_t b, int64_t head, void* memory) {
+  Room room(memory);
+  Strip& s = *room.take<Strip>(1);
+  Softmax state;
+  int64_t v = (p.V + W - 1) / W * W, rows = p.G * p.L;
+  float* out = room.take(LANES * v);
+  bool good = true;
+  for (int64_t first = 0; first < rows; first += LANES) {
+    open_strip(p, b, head, first, s);
+    float *top = (float*)state.top, *sum = (float*)state.sum;
+    for (int i = 0; i < LANES; i++) top[i] = -INF, sum[i] = 0;
+    for (int i = 0; i < s.count; i++) {
+      for (int64_t part = 0; part < p.parts; part++) {
+        float here = part_of(p, b, head, part, first + i)[0];
+        top[i] = here > top[i] ? here : top[i];
+      }
+      float base = top[i] == -INF ? 0 : top[i], *row = out + i * v;
+      memset(row, 0, size_t(v) * sizeof(float));
+      for (int64_t part = 0; part < p.parts; part++) {
+        const float* found = part_of(p, b, head, part, first + i);
+        float factor = power_below_one(all(found[0] - base))[0];
+        sum[i] += factor * found[1];
+        for (int64_t c = 0; c < p.V; c++) row[c] += factor * found[2 + c];
+      }
+    }
+    good &= finish(p, s, state, out, true, nullptr);
+  }
+  return good;
+}
+
+}  // namespace MULTIHEAD_ISA
+}  // namespace multihead

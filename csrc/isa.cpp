@@ -1,0 +1,82 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace multihead {
+
+namespace {
+
+struct Candidate {
+  const char* name;
+  bool supported;
+  const Kernel* (*kernel)();
+};
+
+#if defined(__x86_64__)
+bool has_f16c() {  // by hand, as older compilers do not know it by name
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
+// All compiled kernels, the best first.
+const std::vector<Candidate>& candidates() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const std::vector<Candidate> all = {
+      {"avx512", avx512, kernel_avx512}, {"avx2", avx2, kernel_avx2}, {"baseline", true, kernel_baseline}};
+#elif defined(__aarch64__)
+  static const std::vector<Candidate> all = {{"neon", true, kernel_neon}};
+#else
+  static const std::vector<Candidate> all = {{"baseline", true, kernel_baseline}};
+#endif
+  return all;
+}
+
+std::string names(bool supported_only) {
+  std::string list;
+  for (const Candidate& candidate : candidates()) {
+    if (candidate.supported || !supported_only) list += (list.empty() ? "" : ",") + std::string(candidate.name);
+  }
+  return list;
+}
+
+struct Choice {
+  const Candidate* candidate;
+  std::string error;
+};
+
+Choice choose() {
+  const char* asked = std::getenv("MULTIHEAD_ISA");
+  for (const Candidate& candidate : candidates()) {
+    const bool named = asked == nullptr || *asked == '\0' || std::string(asked) == candidate.name;
+    if (named && candidate.supported) return {&candidate, ""};
+  }
+  return {
+      nullptr,
+      "MULTIHEAD_ISA: expected one that this build and this CPU have (" + names(true) + "), got '" + asked +
+          "'. This build has " + names(false) + ". Leave the variable unset to take the best."};
+}
+
+const Candidate& chosen() {
+  static const Choice choice = choose();
+  if (choice.candidate == nullptr) throw std::runtime_error(choice.error);
+  return *choice.candidate;
+}
+
+}  // namespace
+
+const Kernel& kernel() { return *chosen().kernel(); }
+std::string isa() { return chosen().name; }
+std::string isas() { return names(true); }
+
+}  // namespace multihead

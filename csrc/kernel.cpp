@@ -1,0 +1,38 @@
+// The kernels of one instruction set. Compiled once for each, with MULTIHEAD_ISA as the name of its namespace.
+#include "kernel.h"
+
+#include "backward.h"
+#include "forward.h"
+
+#define MULTIHEAD_JOIN_(a, b) a##b
+#define MULTIHEAD_JOIN(a, b) MULTIHEAD_JOIN_(a, b)
+#define MULTIHEAD_STRING_(a) #a
+#define MULTIHEAD_STRING(a) MULTIHEAD_STRING_(a)
+
+namespace multihead {
+namespace MULTIHEAD_ISA {
+
+// Enough for whatever is run on the problem.
+static size_t scratch_bytes(const Problem& p, bool with_backward) {
+  Room room(nullptr);
+  if (with_backward) {
+    BackwardRoom backward(p, room);
+  } else {
+    ForwardRoom forward(p, room);
+  }
+  Room other(nullptr);
+  other.take<Strip>(1);
+  other.take(2 * KEY_BLOCK * LANES);
+  other.take(LANES * padded(p.V));
+  return room.used > other.used ? room.used : other.used;
+}
+
+static const Kernel kernel = {
+    MULTIHEAD_STRING(MULTIHEAD_ISA), row_blocks, scratch_bytes, forward, combine, find_seen, backward,
+};
+
+}  // namespace MULTIHEAD_ISA
+
+const Kernel* MULTIHEAD_JOIN(kernel_, MULTIHEAD_ISA)() { return &MULTIHEAD_ISA::kernel; }
+
+}  // namespace multihead

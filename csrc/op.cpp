@@ -1,0 +1,249 @@
+// The operations of the library as PyTorch sees them: torch.ops.multihead.*.
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#include "arguments.h"
+#include "isa.h"
+#include "problem.h"
+#include "threads.h"
+
+namespace multihead {
+namespace {
+
+void isa_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isa()); }
+void isas_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isas()); }
+
+// Memory to work in, one piece for each thread, kept from call to call unless it is large.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+
+  void* of(std::size_t bytes) {
+    if (bytes > size_ || size_ > KEPT) {
+      std::free(memory_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      memory_ = std::aligned_alloc(4096, size_);
+      if (memory_ == nullptr) {
+        size_ = 0;
+        throw std::bad_alloc();
+      }
+    }
+    return memory_;
+  }
+
+ private:
+  static constexpr std::size_t KEPT = std::size_t(4) << 20;
+  void* memory_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+thread_local Scratch scratch;
+
+// Less than this many multiply-adds take no longer than waking up threads does.
+constexpr double FEW_PRODUCTS = 1 << 19;
+
+// Runs work(item, memory) for all items, each by whichever thread is free. Returns whether all gave true. What an item
+// computes does not depend on who runs it, so results are the same for any number of threads.
+template <typename Work>
+bool run(std::int64_t items, double products, std::size_t bytes, const Work& work) {
+  std::atomic<std::int64_t> next{0};
+  std::atomic<bool> good{true};
+  const auto some = [&](std::int64_t, std::int64_t) {
+    void* memory = scratch.of(bytes);
+    bool own = true;
+    for (std::int64_t item = next++; item < items; item = next++) own &= work(item, memory);
+    if (!own) good = false;
+  };
+  const std::int64_t helpers = products < FEW_PRODUCTS ? 1 : std::min<std::int64_t>(threads(), items);
+  if (helpers <= 1) {
+    some(0, 1);
+  } else {
+    parallel(helpers, 1, some);
+  }
+  return good;
+}
+
+double products(const Problem& p) { return double(p.B) * double(p.H) * double(p.L) * double(p.S) * double(p.D + p.V); }
+
+// Something that is not finite came out. Perhaps it is what hidden keys hold, times a weight of 0: once more, without them.
+void leave_out_unseen(Setup& setup, std::size_t bytes) {
+  Problem& p = setup.problem;
+  p.seen = setup.room_for_seen();
+  run(p.B * p.K, products(p), bytes, [&](std::int64_t item, void* memory) {
+    kernel().find_seen(p, item / p.K, item % p.K, memory);
+    return true;
+  });
+}
+
+bool hides(const Problem& p) { return p.mask_steps > 0 || p.bias.data != nullptr; }
+
+// (B, heads, length, width) in the order in memory in which `like` has heads and tokens: one of
+// (B, heads, length, width) and (B, length, heads, width).
+Tensor empty_like(const Tensor& like) {
+  const std::int64_t heads = like.size(1), length = like.size(2), width = like.size(3);
+  const bool tokens_first = like.stride(1) < like.stride(2);
+  return Tensor::empty(
+      {like.size(0), heads, length, width},
+      {heads * length * width, tokens_first ? width : length * width, tokens_first ? heads * width : width, 1},
+      like.dtype());
+}
+
+// How the keys of a row are shared out where there are few rows. By sizes alone, so that results do not depend on threads.
+void share_out(Problem& p, std::vector<float>& partial) {
+  constexpr std::int64_t PART = 4 * KEY_BLOCK;
+  p.parts = 1;
+  if (p.G * p.L > 64 || p.B * p.K >= 32 || p.S < 2 * PART) return;
+  p.part_keys = PART;
+  p.parts = (p.S + PART - 1) / PART;
+  partial.resize(static_cast<std::size_t>(p.B * p.K * p.parts * p.G * p.L * (2 + p.V)));
+  p.partial = partial.data();
+}
+
+void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments in(stack);
+  const Call call(in);
+  Setup setup(call);
+  Problem& p = setup.problem;
+  const Kernel& isa = kernel();
+
+  // The layout in which the heads are joined without a copy.
+  Tensor out = Tensor::empty({p.B, p.H, p.L, p.V}, {p.L * p.H * p.V, p.V, p.H * p.V, 1}, call.q.dtype());
+  Tensor lse = Tensor::empty({p.B, p.H, p.L}, aoti_torch_dtype_float32());
+  p.out = setup.four(out), p.lse = lse.write<float>();
+  std::vector<float> partial;
+  share_out(p, partial);
+  const std::size_t bytes = isa.scratch_bytes(p, false);
+  const std::int64_t row_blocks = isa.row_blocks(p);
+  const auto once = [&] {
+    const bool good = run(p.B * p.K * row_blocks * p.parts, products(p), bytes, [&](std::int64_t item, void* memory) {
+      const std::int64_t part = item % p.parts, block = item / p.parts % row_blocks, head = item / p.parts / row_blocks;
+      return isa.forward(p, head / p.K, head % p.K, block, part, memory);
+    });
+    if (p.parts == 1) return good;
+    return run(p.B * p.K, 0, bytes, [&](std::int64_t head, void* memory) {
+      return isa.combine(p, head / p.K, head % p.K, memory);
+    });
+  };
+  if (!once() && hides(p)) {
+    leave_out_unseen(setup, bytes);
+    once();
+  }
+  Results(stack).tensor(std::move(out)).tensor(std::move(lse));
+}
+
+void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments in(stack);
+  const Tensor grad_out = in.tensor();
+  const std::optional<Tensor> grad_lse = in.optional_tensor();
+  const Tensor out = in.tensor();
+  const Tensor lse = in.tensor();
+  const Call call(in);
+  const bool wants_bias = in.boolean();
+  Setup setup(call);
+  Problem& p = setup.problem;
+  const Kernel& isa = kernel();
+
+  const auto contiguous = [&](const char* name, const Tensor& tensor) {
+    const bool fits = tensor.dim() == 3 && tensor.size(0) == p.B && tensor.size(1) == p.H && tensor.size(2) == p.L &&
+                      tensor.dtype() == aoti_torch_dtype_float32();
+    const bool dense = fits && (tensor.stride(2) == 1 || p.L == 1) && (tensor.stride(1) == p.L || p.H == 1) &&
+                       (tensor.stride(0) == p.H * p.L || p.B == 1);
+    if (!dense && p.B * p.H * p.L > 0) throw std::runtime_error(std::string("multihead: ") + name + ": expected (B, H, L), float32, contiguous");
+    return static_cast<const float*>(tensor.data());
+  };
+  p.lse = const_cast<float*>(contiguous("lse", lse));
+  if (grad_lse) p.grad_lse = contiguous("grad_lse", *grad_lse);
+  p.out = setup.four("out", out, p.H, p.L, p.V), p.grad_out = setup.four("grad_out", grad_out, p.H, p.L, p.V);
+  if (wants_bias && !call.bias) throw std::runtime_error("multihead: there is no bias to have a gradient");
+
+  Tensor grad_q = empty_like(call.q), grad_k = empty_like(call.k), grad_v = empty_like(call.v);
+  Tensor grad_bias = Tensor::empty(wants_bias ? call.bias->sizes() : std::vector<std::int64_t>{0}, aoti_torch_dtype_float32());
+  p.grad_q = setup.four(grad_q), p.grad_k = setup.four(grad_k), p.grad_v = setup.four(grad_v);
+  std::int64_t bias_size = 0;
+  if (wants_bias) {
+    p.grad_bias = grad_bias.write<float>();
+    bias_size = 1;
+    for (int i = 0; i < 4; i++) {
+      p.grad_bias_stride[i] = call.bias->size(i) == 1 ? 0 : grad_bias.stride(i);
+      bias_size *= call.bias->size(i);
+    }
+  }
+  p.parts = 1;
+  const std::size_t bytes = isa.scratch_bytes(p, true);
+  const std::int64_t rows = isa.row_blocks(p), keys = (p.S + KEY_BLOCK - 1) / KEY_BLOCK, heads = p.B * p.K;
+  // A head at a time, all of it. With fewer heads than threads two passes over smaller pieces, which compute the scores
+  // twice but add up the same numbers in the same order.
+  const bool by_heads = heads >= threads() || rows * keys == 1;
+  // Several heads (or pieces of one) that add to the same numbers of the bias: a pass of its own for it.
+  const auto& step = p.grad_bias_stride;
+  const bool shares_bias = wants_bias && ((p.B > 1 && step[0] == 0) || (p.K > 1 && step[1] == 0) || !by_heads);
+  const unsigned bias_too = wants_bias && !shares_bias ? GRAD_BIAS : 0;
+
+  const auto once = [&] {
+    std::fill_n(p.grad_bias, bias_size, 0.0f);
+    bool good = true;
+    if (by_heads) {
+      good = run(heads, 3 * products(p), bytes, [&](std::int64_t head, void* memory) {
+        return isa.backward(p, head / p.K, head % p.K, 0, rows, 0, keys, GRAD_Q | GRAD_KV | bias_too, memory);
+      });
+    } else {
+      good = run(heads * keys, 2 * products(p), bytes, [&](std::int64_t item, void* memory) {
+        const std::int64_t head = item / keys, key = item % keys;
+        return isa.backward(p, head / p.K, head % p.K, 0, rows, key, key + 1, GRAD_KV, memory);
+      });
+      good &= run(heads * rows, 2 * products(p), bytes, [&](std::int64_t item, void* memory) {
+        const std::int64_t head = item / rows, row = item % rows;
+        return isa.backward(p, head / p.K, head % p.K, row, row + 1, 0, keys, GRAD_Q, memory);
+      });
+    }
+    if (shares_bias) {
+      const bool by_keys = step[3] != 0;
+      run(by_keys ? keys : 1, products(p), bytes, [&](std::int64_t key, void* memory) {
+        for (std::int64_t head = 0; head < heads; head++) {
+          isa.backward(p, head / p.K, head % p.K, 0, rows, by_keys ? key : 0, by_keys ? key + 1 : keys, GRAD_BIAS, memory);
+        }
+        return true;
+      });
+    }
+    return good;
+  };
+  if (!once() && hides(p)) {
+    leave_out_unseen(setup, bytes);
+    once();
+  }
+  Results(stack).tensor(std::move(grad_q)).tensor(std::move(grad_k)).tensor(std::move(grad_v)).tensor(std::move(grad_bias));
+}
+
+#define MULTIHEAD_CALL                                                                                             \
+  "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? q_positions, Tensor? k_positions, int[] mask, " \
+  "Tensor[] tables, float scale, float softcap, float dropout, Tensor? seed"
+
+// Runs when the library is loaded, where nothing may be thrown. PyTorch prints what it could not register, and
+// calling it fails.
+struct Registration {
+  Registration() {
+    LibraryHandle definitions = nullptr, everywhere = nullptr, cpu = nullptr;
+    if (aoti_torch_library_init_fragment("multihead", __FILE__, __LINE__, &definitions) != 0) return;
+    aoti_torch_library_def(definitions, "isa() -> str");
+    aoti_torch_library_def(definitions, "isas() -> str");
+    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ") -> (Tensor, Tensor)");
+    aoti_torch_library_def(
+        definitions,
+        "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, " MULTIHEAD_CALL
+        ", bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)");
+    if (aoti_torch_library_init_impl("multihead", "CompositeExplicitAutograd", __FILE__, __LINE__, &everywhere) != 0) {
+      return;
+    }
+    aoti_torch_library_impl(everywhere, "isa", isa_op);
+    aoti_torch_library_impl(everywhere, "isas", isas_op);
+    if (aoti_torch_library_init_impl("multihead", "CPU", __FILE__, __LINE__, &cpu) != 0) return;
+    aoti_torch_library_impl(cpu, "forward", forward_op);
+    aoti_torch_library_impl(cpu, "backward", backward_op);
+  }
+};
+const Registration registration;
+
+}  // namespace
+}  // namespace multihead

@@ -1,0 +1,342 @@
+#include "problem.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+namespace multihead {
+
+namespace {
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error("multihead: " + what); }
+
+void require(bool holds, const char* name, const char* expected) {
+  if (!holds) fail(std::string(name) + ": expected " + expected);
+}
+
+// The stride of an axis along which a tensor is spread if it has 1 there.
+std::int64_t spread(const char* name, const Tensor& tensor, std::int64_t axis, std::int64_t size) {
+  const std::int64_t own = tensor.size(axis);
+  if (own != 1 && own != size) fail(std::string(name) + ": a size of " + std::to_string(own) + " where 1 or " + std::to_string(size) + " fits");
+  return own == 1 ? 0 : tensor.stride(axis);
+}
+
+Dtype dtype_of(const char* name, const Tensor& tensor) {
+  if (tensor.dtype() == aoti_torch_dtype_float32()) return Dtype::f32;
+  if (tensor.dtype() == aoti_torch_dtype_bfloat16()) return Dtype::bf16;
+  require(tensor.dtype() == aoti_torch_dtype_float16(), name, "float32, bfloat16 or float16");
+  return Dtype::f16;
+}
+
+// A number for each token, (length,) or (1, length) or (B, length), as doubles; the rows of the batch one after the other.
+template <typename T>
+std::vector<double> numbers(const Tensor& tensor) {
+  const std::int64_t rows = tensor.dim() == 2 ? tensor.size(0) : 1, length = tensor.size(-1);
+  std::vector<double> found(static_cast<std::size_t>(rows * length));
+  for (std::int64_t b = 0; b < rows; b++) {
+    for (std::int64_t i = 0; i < length; i++) {
+      const std::int64_t place = (tensor.dim() == 2 ? b * tensor.stride(0) : 0) + i * tensor.stride(-1);
+      found[static_cast<std::size_t>(b * length + i)] = static_cast<double>(tensor.data<T>()[place]);
+    }
+  }
+  return found;
+}
+
+void check_tokens(const char* name, const Tensor& tensor, std::int64_t B, std::int64_t length) {
+  require(tensor.dim() == 1 || tensor.dim() == 2, name, "one number for each token, (length,) or (B, length)");
+  require(tensor.size(-1) == length, name, "one number for each token");
+  if (tensor.dim() == 2) require(tensor.size(0) == 1 || tensor.size(0) == B, name, "as many rows as the batch has, or 1");
+}
+
+}  // namespace
+
+Call::Call(Arguments& in)
+    : q(in.tensor()),
+      k(in.tensor()),
+      v(in.tensor()),
+      bias(in.optional_tensor()),
+      slopes(in.optional_tensor()),
+      q_positions(in.optional_tensor()),
+      k_positions(in.optional_tensor()),
+      mask(in.integers()),
+      tables(in.tensors()),
+      scale(in.number()),
+      softcap(in.number()),
+      dropout(in.number()),
+      seed(in.optional_tensor()) {}
+
+Setup::Setup(const Call& call) {
+  Problem& p = problem;
+  require(call.q.dim() == 4 && call.k.dim() == 4 && call.v.dim() == 4, "q, k, v", "four axes, (B, heads, length, width)");
+  p.B = call.q.size(0), p.H = call.q.size(1), p.L = call.q.size(2), p.D = call.q.size(3);
+  p.K = call.k.size(1), p.S = call.k.size(2), p.V = call.v.size(3);
+  require(p.K > 0 && p.H > 0 && p.H % p.K == 0, "k", "heads that divide those of q");
+  require(p.D > 0, "q", "a width of at least 1");
+  require(call.q.dtype() == call.k.dtype() && call.q.dtype() == call.v.dtype(), "q, k, v", "one dtype");
+  p.G = p.H / p.K;
+  require(p.L <= INT32_MAX && p.S <= INT32_MAX && p.B * p.H <= INT32_MAX, "q, k", "no more than 2^31 tokens or heads");
+  p.q = four("q", call.q, p.H, p.L, p.D), p.k = four("k", call.k, p.K, p.S, p.D), p.v = four("v", call.v, p.K, p.S, p.V);
+  p.scale = static_cast<float>(call.scale), p.softcap = static_cast<float>(call.softcap);
+  p.keep_scale = 1;
+
+  if (call.bias) {
+    const Tensor& bias = *call.bias;
+    require(bias.dim() == 4, "bias", "four axes, (B or 1, H or 1, L or 1, S or 1)");
+    p.bias = {bias.data(), dtype_of("bias", bias), {}, 0};
+    const std::int64_t sizes[4] = {p.B, p.H, p.L, p.S};
+    for (int i = 0; i < 4; i++) p.bias.stride[i] = spread("bias", bias, i, sizes[i]);
+    // Half of the lowest number: models write that one where they mean -inf.
+    p.bias.lowest = p.bias.dtype == Dtype::f16 ? -32752.0f : std::numeric_limits<float>::lowest() / 2;
+    if (p.bias.dtype == Dtype::bf16) p.bias.lowest = -3.3895313892515355e38f / 2;
+  }
+  if (call.slopes) {
+    const Tensor& slopes = *call.slopes;
+    require(slopes.dim() == 1 && slopes.size(0) == p.H && slopes.stride(0) == 1, "slopes", "(H,)");
+    require(slopes.dtype() == aoti_torch_dtype_float32(), "slopes", "float32");
+    p.slopes = slopes.data<float>();
+  }
+  read_positions(call);
+  read_mask(call);
+  read_dropout(call);
+}
+
+Tensor4 Setup::four(
+    const char* name, const Tensor& tensor, std::int64_t heads, std::int64_t tokens, std::int64_t width) const {
+  const bool fits = tensor.dim() == 4 && tensor.size(0) == problem.B && tensor.size(1) == heads &&
+                    tensor.size(2) == tokens && tensor.size(3) == width;
+  require(fits, name, "a shape that fits the other tensors");
+  const Dtype dtype = dtype_of(name, tensor);
+  return {const_cast<void*>(tensor.data()), dtype, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+}
+
+Tensor4 Setup::four(Tensor& tensor) const {
+  return {tensor.write(), dtype_of("result", tensor), {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+}
+
+std::uint8_t* Setup::room_for_seen() {
+  seen_.resize(static_cast<std::size_t>(problem.B * problem.K * problem.S));
+  return seen_.data();
+}
+
+Ranges Setup::ranges(const std::vector<double>& values) {
+  const std::int64_t S = problem.S, rows = S > 0 ? static_cast<std::int64_t>(values.size()) / S : 0;
+  const std::int64_t cells = (S + CELL - 1) / CELL, blocks = (S + KEY_BLOCK - 1) / KEY_BLOCK;
+  const double inf = std::numeric_limits<double>::infinity();
+  const auto find = [&](std::int64_t count, std::int64_t size) {
+    auto& low = doubles_.emplace_back(static_cast<std::size_t>(rows * count), inf);
+    auto& high = doubles_.emplace_back(static_cast<std::size_t>(rows * count), -inf);
+    for (std::int64_t b = 0; b < rows; b++) {
+      for (std::int64_t s = 0; s < S; s++) {
+        const double value = values[static_cast<std::size_t>(b * S + s)];
+        double& least = low[static_cast<std::size_t>(b * count + s / size)];
+        double& greatest = high[static_cast<std::size_t>(b * count + s / size)];
+        if (value < least) least = value;
+        if (value > greatest) greatest = value;
+        if (value != value) least = -inf, greatest = inf;  // NaN: it may be anywhere
+      }
+    }
+    return std::pair<const double*, const double*>(low.data(), high.data());
+  };
+  const auto by_cell = find(cells, CELL), by_block = find(blocks, KEY_BLOCK);
+  return {by_cell.first, by_cell.second, by_block.first, by_block.second};
+}
+
+void Setup::read_positions(const Call& call) {
+  bool asks = problem.slopes != nullptr;
+  for (std::size_t i = 0; i < call.mask.size();) {  // positions are only made where something follows them
+    const auto kind = static_cast<MaskKind>(call.mask[i]);
+    asks |= kind == MaskKind::window || kind == MaskKind::prefix;
+    i += kind == MaskKind::window || kind == MaskKind::lengths || kind == MaskKind::prefix || kind == MaskKind::documents ? 3
+         : kind == MaskKind::padding || kind == MaskKind::dense                                                          ? 2
+                                                                                                                           : 1;
+  }
+  if (!asks) return;
+  Problem& p = problem;
+  Positions& at = p.positions;
+  bool is_float = false, is_double = false;
+  const auto read = [&](const char* name, const Tensor& given, std::int64_t length) {
+    check_tokens(name, given, p.B, length);
+    if (given.dtype() == aoti_torch_dtype_int64()) return numbers<std::int64_t>(given);
+    if (given.dtype() == aoti_torch_dtype_int32()) return numbers<std::int32_t>(given);
+    is_float = true;
+    if (given.dtype() == aoti_torch_dtype_float32()) return numbers<float>(given);
+    require(given.dtype() == aoti_torch_dtype_float64(), name, "int32, int64, float32 or float64");
+    is_double = true;
+    return numbers<double>(given);
+  };
+  std::vector<double> q, k;
+  if (call.k_positions) {
+    k = read("k_positions", *call.k_positions, p.S);
+  } else {
+    k.resize(static_cast<std::size_t>(p.S));
+    for (std::int64_t s = 0; s < p.S; s++) k[static_cast<std::size_t>(s)] = static_cast<double>(s);
+  }
+  if (call.q_positions) {
+    q = read("q_positions", *call.q_positions, p.L);
+  } else if (call.k_positions) {  // the queries are the last L of the keys
+    require(p.L <= p.S, "q_positions", "a tensor, where k_positions is one and L > S");
+    const std::int64_t rows = call.k_positions->dim() == 2 ? call.k_positions->size(0) : 1;
+    for (std::int64_t b = 0; b < rows; b++) q.insert(q.end(), k.begin() + (b + 1) * p.S - p.L, k.begin() + (b + 1) * p.S);
+  } else {
+    q.resize(static_cast<std::size_t>(p.L));
+    for (std::int64_t l = 0; l < p.L; l++) q[static_cast<std::size_t>(l)] = static_cast<double>(p.S - p.L + l);
+  }
+  at.q_stride = static_cast<std::int64_t>(q.size()) > p.L ? p.L : 0;
+  at.k_stride = static_cast<std::int64_t>(k.size()) > p.S ? p.S : 0;
+  at.rounds = is_float && !is_double;
+
+  double low = 0, high = 0;
+  bool is_first = true;
+  for (const auto* side : {&q, &k}) {
+    for (const double x : *side) {
+      low = is_first || x < low ? x : low, high = is_first || x > high ? x : high;
+      is_first = false;
+    }
+  }
+  at.is_wide = is_float || !(high - low < double(1 << 30));
+  if (!at.is_wide) {
+    origin_ = low;
+    for (auto* side : {&q, &k}) {
+      auto& whole = ints_.emplace_back(side->size());
+      for (std::size_t i = 0; i < side->size(); i++) {
+        (*side)[i] -= low;
+        whole[i] = static_cast<std::int32_t>((*side)[i]);
+      }
+      (side == &q ? at.q : at.k) = whole.data();
+    }
+  }
+  at.k_ranges = ranges(k);
+  at.k_cells = at.k_stride ? (p.S + CELL - 1) / CELL : 0;
+  at.k_blocks = at.k_stride ? (p.S + KEY_BLOCK - 1) / KEY_BLOCK : 0;
+  if (at.is_wide) {
+    at.q = doubles_.emplace_back(std::move(q)).data();
+    at.k = doubles_.emplace_back(std::move(k)).data();
+  }
+}
+
+std::vector<std::int32_t> Setup::read_ids(const char* name, const Tensor& ids, std::int64_t length) {
+  check_tokens(name, ids, problem.B, length);
+  require(ids.dtype() == aoti_torch_dtype_int32(), name, "int32");
+  const std::int64_t rows = ids.dim() == 2 ? ids.size(0) : 1;
+  std::vector<std::int32_t> found(static_cast<std::size_t>(rows * length));
+  for (std::int64_t b = 0; b < rows; b++) {
+    for (std::int64_t i = 0; i < length; i++) {
+      const std::int64_t place = (ids.dim() == 2 ? b * ids.stride(0) : 0) + i * ids.stride(-1);
+      found[static_cast<std::size_t>(b * length + i)] = ids.data<std::int32_t>()[place];
+    }
+  }
+  return found;
+}
+
+void Setup::read_mask(const Call& call) {
+  Problem& p = problem;
+  std::size_t next = 0;
+  int depth = 0;
+  const auto number = [&] {
+    require(next < call.mask.size(), "mask", "all numbers of a step");
+    return call.mask[next++];
+  };
+  const auto table = [&]() -> const Tensor& {
+    const std::int64_t index = number();
+    require(index >= 0 && index < static_cast<std::int64_t>(call.tables.size()), "mask", "the number of a table");
+    return call.tables[static_cast<std::size_t>(index)];
+  };
+  const auto bools = [&](const Tensor& tensor) {
+    require(tensor.dtype() == aoti_torch_dtype_bool(), "mask", "bool tables");
+    return tensor.data<std::uint8_t>();
+  };
+  while (next < call.mask.size()) {
+    require(p.mask_steps < MAX_STEPS, "mask", "fewer steps");
+    MaskStep& step = p.mask[p.mask_steps++];
+    const std::int64_t kind = number();
+    require(kind >= 0 && kind <= static_cast<std::int64_t>(MaskKind::invert), "mask", "a kind that is known");
+    step.kind = static_cast<MaskKind>(kind);
+    depth += step.kind < MaskKind::both ? 1 : step.kind == MaskKind::invert ? 0 : -1;
+    require(depth >= 1 && depth <= MAX_DEPTH, "mask", "an operation for what it is given, and not too much at once");
+    switch (step.kind) {
+      case MaskKind::window: {
+        const auto bound = [&](std::int64_t n) {  // where positions are 32 bits wide, more than any distance says no more
+          return p.positions.is_wide ? static_cast<double>(n) : std::min(static_cast<double>(n), 2147483646.0);
+        };
+        const std::int64_t left = number(), right = number();
+        step.left = bound(left), step.right = bound(right);
+        if (left == INT64_MAX) step.left = p.positions.is_wide ? std::numeric_limits<double>::infinity() : 2147483646.0;
+        if (right == INT64_MAX) step.right = p.positions.is_wide ? std::numeric_limits<double>::infinity() : 2147483646.0;
+        break;
+      }
+      case MaskKind::lengths:
+      case MaskKind::prefix: {
+        const std::int64_t index = number(), n = number();
+        auto& found = doubles_.emplace_back();
+        if (index < 0) {
+          found.push_back(static_cast<double>(n));
+        } else {
+          require(index < static_cast<std::int64_t>(call.tables.size()), "mask", "the number of a table");
+          const Tensor& given = call.tables[static_cast<std::size_t>(index)];
+          require(given.dim() <= 1 && given.dtype() == aoti_torch_dtype_int64(), "mask", "lengths (B,) of int64");
+          const std::int64_t rows = given.dim() ? given.size(0) : 1;
+          require(rows == 1 || rows == p.B, "mask", "a length for each row of the batch, or one");
+          for (std::int64_t b = 0; b < rows; b++)
+            found.push_back(static_cast<double>(given.data<std::int64_t>()[given.dim() ? b * given.stride(0) : 0]));
+        }
+        if (step.kind == MaskKind::prefix)
+          for (double& one : found) one -= origin_;
+        step.numbers = found.data(), step.stride[0] = found.size() > 1;
+        break;
+      }
+      case MaskKind::padding: {
+        const Tensor& keep = table();
+        check_tokens("padding", keep, p.B, p.S);
+        step.table = bools(keep);
+        step.stride[0] = keep.dim() == 2 && keep.size(0) > 1 ? keep.stride(0) : 0, step.stride[3] = keep.stride(-1);
+        break;
+      }
+      case MaskKind::dense: {
+        const Tensor& keep = table();
+        require(keep.dim() >= 2 && keep.dim() <= 4, "dense", "(B or 1, H or 1, L or 1, S or 1)");
+        const std::int64_t sizes[4] = {p.B, p.H, p.L, p.S}, missing = 4 - keep.dim();
+        for (std::int64_t i = missing; i < 4; i++) step.stride[i] = spread("dense", keep, i - missing, sizes[i]);
+        step.table = bools(keep);
+        break;
+      }
+      case MaskKind::documents: {
+        const Tensor& keys = table();
+        const auto& k_ids = ints_.emplace_back(read_ids("documents", keys, p.S));
+        step.k_ids = k_ids.data(), step.k_stride = static_cast<std::int64_t>(k_ids.size()) > p.S ? p.S : 0;
+        const std::int64_t index = number();
+        if (index >= 0) {
+          require(index < static_cast<std::int64_t>(call.tables.size()), "mask", "the number of a table");
+          const auto& q_ids = ints_.emplace_back(read_ids("documents", call.tables[static_cast<std::size_t>(index)], p.L));
+          step.q_ids = q_ids.data(), step.q_stride = static_cast<std::int64_t>(q_ids.size()) > p.L ? p.L : 0;
+        } else {  // the queries are the last L of the keys
+          require(p.L <= p.S, "documents", "ids of the queries, where L > S");
+          step.q_ids = k_ids.data() + (p.S - p.L), step.q_stride = step.k_stride;
+        }
+        step.k_ranges = ranges({k_ids.begin(), k_ids.end()});
+        step.k_cells = step.k_stride ? (p.S + CELL - 1) / CELL : 0;
+        step.k_blocks = step.k_stride ? (p.S + KEY_BLOCK - 1) / KEY_BLOCK : 0;
+        break;
+      }
+      default:
+        break;
+    }
+  }
+  require(depth == (call.mask.empty() ? 0 : 1), "mask", "steps that come to one answer");
+}
+
+void Setup::read_dropout(const Call& call) {
+  Problem& p = problem;
+  require(call.dropout >= 0 && call.dropout <= 1, "dropout", "a number from 0 to 1");
+  if (call.dropout == 0) return;
+  require(call.seed.has_value(), "seed", "a tensor, where there is dropout");
+  const Tensor& seed = *call.seed;
+  require(seed.dim() == 0 && seed.dtype() == aoti_torch_dtype_int64(), "seed", "one number, int64");
+  const auto number = static_cast<std::uint64_t>(seed.data<std::int64_t>()[0]);
+  p.has_dropout = true;
+  p.key[0] = static_cast<std::uint32_t>(number), p.key[1] = static_cast<std::uint32_t>(number >> 32);
+  p.threshold = static_cast<std::uint32_t>(std::min(std::nearbyint(call.dropout * 4294967296.0), 4294967295.0));
+  p.keep_scale = call.dropout < 1 ? static_cast<float>(1 / (1 - call.dropout)) : 0;
+}
+
+}  // namespace multihead

@@ -1,0 +1,54 @@
+// From the arguments of an operation to a Problem: everything checked, positions and ids in the form that the kernels read.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "arguments.h"
+#include "kernel.h"
+
+namespace multihead {
+
+// What `forward` and `backward` have in common, in the order of their schemas:
+//   Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? q_positions, Tensor? k_positions, int[] mask,
+//   Tensor[] tables, float scale, float softcap, float dropout, Tensor? seed
+struct Call {
+  Tensor q, k, v;
+  std::optional<Tensor> bias, slopes, q_positions, k_positions;
+  std::vector<std::int64_t> mask;
+  std::vector<Tensor> tables;
+  double scale, softcap, dropout;
+  std::optional<Tensor> seed;
+
+  explicit Call(Arguments& in);
+};
+
+// A Problem, with the memory behind what it points to. It borrows the tensors of the call.
+class Setup {
+ public:
+  Problem problem{};
+
+  // Throws std::runtime_error if something does not fit.
+  explicit Setup(const Call& call);
+
+  Tensor4 four(const char* name, const Tensor& tensor, std::int64_t heads, std::int64_t tokens, std::int64_t width) const;
+  Tensor4 four(Tensor& tensor) const;  // one that was made here, to write to
+
+  std::uint8_t* room_for_seen();
+
+ private:
+  void read_mask(const Call& call);
+  void read_positions(const Call& call);
+  void read_dropout(const Call& call);
+  std::vector<std::int32_t> read_ids(const char* name, const Tensor& ids, std::int64_t length);
+  Ranges ranges(const std::vector<double>& values);
+
+  std::deque<std::vector<double>> doubles_;  // deques: what is in them stays where it is
+  std::deque<std::vector<std::int32_t>> ints_;
+  std::vector<std::uint8_t> seen_;
+  double origin_ = 0;  // of the positions
+};
+
+}  // namespace multihead
