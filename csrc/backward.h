@@ -99,6 +99,10 @@ static void open_rows(const Problem& p, const Strip& s, int index, const Backwar
       for (; c + W <= p.V; c += W) sum += load(out + c) * load(grad + c);
       float delta = sum_of(sum);
       for (; c < p.V; c++) delta += out[c] * grad[c];
+      if (p.rest.data) {
+        const float* rest = read_row(p.rest, s.b, s.h[i], s.l[i], p.V, own);
+        for (c = 0; c < p.V; c++) delta += rest[c] * grad[c];
+      }
       at.delta[row] = delta - (p.grad_lse ? p.grad_lse[place] : 0);
     }
   }
@@ -274,18 +278,18 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
     if (!(wanted & GRAD_Q)) continue;
     for (int i = 0; i < strips; i++) {
       const Strip& s = at.strips[i];
-      float* found = at.rows;
-      if (is_open) {
-        float* grad_q = at.grad_q + i * at.q_size;
-        for (int64_t c = 0; c < at.q_size; c += W) store(grad_q + c, load(grad_q + c) * p.scale);
-        transpose_out(grad_q, p.D, found, p.D);
-      } else {
-        memset(found, 0, size_t(at.q_size) * sizeof(float));
+      float* grad_q = at.grad_q + i * at.q_size;
+      if (!is_open) memset(grad_q, 0, size_t(at.q_size) * sizeof(float));
+      Ints bad = {};
+      for (int64_t c = 0; c < at.q_size; c += W) {
+        Floats x = load(grad_q + c) * p.scale;
+        bad |= not_finite(x);
+        store(grad_q + c, x);
       }
-      for (int r = 0; r < s.count; r++) {
-        good &= is_finite_row(found + r * p.D, p.D);
-        write_row(p.grad_q, b, s.h[r], s.l[r], p.D, found + r * p.D);
-      }
+      good &= !any(bad);
+      turn_rows(grad_q, p.grad_q, s, p.D, at.rows);
+      for (int r = 0; r < s.count && !is_plain(p.grad_q); r++)
+        write_row(p.grad_q, b, s.h[r], s.l[r], p.D, at.rows + r * p.D);
     }
   }
   if (wanted & GRAD_KV)

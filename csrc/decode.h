@@ -46,11 +46,17 @@ INLINE float sum_of(Floats x) {
 #endif
 }
 
+// Keys and values come from memory, once: they are asked for some rows ahead. (An address that is not there does no harm.)
+constexpr int64_t AHEAD = 8;
+constexpr int64_t LINE = 16;  // floats to a line of the cache
+INLINE void fetch(const float* p) { __builtin_prefetch(p); }
+
 template <int ROWS>
 static void dots_of(const float* q, int64_t q_step, const float* k, int64_t step, int64_t keys, int64_t width, float* to) {
   int64_t key = 0;
   for (; key + 2 <= keys; key += 2, k += 2 * step, to += 2 * LANES) {
     Floats sums[2][ROWS] = {};
+    for (int64_t c = 0; c < width; c += LINE) fetch(k + AHEAD * step + c), fetch(k + (AHEAD + 1) * step + c);
     for (int64_t c = 0; c < width; c += W) {
       Floats a = load(k + c), b = load(k + step + c);
       for (int i = 0; i < ROWS; i++) {
@@ -79,23 +85,27 @@ static void dots(const Problem& p, int rows, const float* q, const float* k, int
     }
 }
 
+// Keys whose values are taken column by column, so that their lines stay in the first cache meanwhile.
+constexpr int64_t AT_ONCE = 32;
+
 template <int ROWS, int WIDE>
 INLINE void mix_columns(const float* weights, const float* v, int64_t step, int64_t keys, float* out, int64_t out_step) {
   Floats sums[ROWS][WIDE];
   for (int i = 0; i < ROWS; i++)
     for (int j = 0; j < WIDE; j++) sums[i][j] = load(out + i * out_step + j * W);
-  for (int64_t key = 0; key < keys; key++, v += step, weights += LANES)
+  for (int64_t key = 0; key < keys; key++, v += step, weights += LANES) {
+    fetch(v + AT_ONCE * step);
     for (int j = 0; j < WIDE; j++) {
       Floats value = load(v + j * W);
       for (int i = 0; i < ROWS; i++) sums[i][j] += weights[i] * value;
     }
+  }
   for (int i = 0; i < ROWS; i++)
     for (int j = 0; j < WIDE; j++) store(out + i * out_step + j * W, sums[i][j]);
 }
 
 template <int ROWS>
 static void mix_of(const float* weights, const float* v, int64_t step, int64_t keys, int64_t width, float* out) {
-  constexpr int64_t AT_ONCE = 32;  // keys, so that the lines of their values stay in the first cache from column to column
   for (int64_t key = 0; key < keys; key += AT_ONCE, v += AT_ONCE * step, weights += AT_ONCE * LANES) {
     int64_t n = keys - key < AT_ONCE ? keys - key : AT_ONCE, c = 0;
     for (; c + 2 * W <= width; c += 2 * W) mix_columns<ROWS, 2>(weights, v + c, step, n, out + c, width);
@@ -130,7 +140,9 @@ static void keep_part(const Problem& p, const Strip& s, int64_t part, const floa
   const float* rows = out;
   int64_t width = padded(p.V);
   if (!few) {
-    transpose_out(out, p.V, room, p.V);
+    float* to[LANES];
+    for (int i = 0; i < LANES; i++) to[i] = room + i * p.V;
+    transpose_out(out, p.V, to);
     rows = room, width = p.V;
   }
   for (int i = 0; i < s.count; i++) {

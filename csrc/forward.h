@@ -122,6 +122,29 @@ static void pack_queries(const Tensor4& t, const Strip& s, int64_t width, float 
   transpose_in(rows, width, factor, to, LANES);
 }
 
+// [width][LANES] as rows: where they belong in `t`, or, if they can't be written there, side by side in `room`.
+static void turn_rows(const float* from, const Tensor4& t, const Strip& s, int64_t width, float* room) {
+  float* rows[LANES];
+  for (int i = 0; i < LANES; i++) {
+    bool is_there = is_plain(t) && i < s.count;
+    rows[i] = is_there ? (float*)t.data + offset_of(t, s.b, s.h[i], s.l[i]) : room + i * width;
+  }
+  transpose_out(from, width, rows);
+}
+
+// The backward pass needs rowsum(dO out) (backward.h), where the rounding of a narrow out would add up.
+static void write_rest(const Problem& p, const Strip& s, int row, const float* exact) {
+  for (int64_t first = 0; first < p.V; first += LANES) {
+    float piece[LANES];
+    int64_t n = p.V - first < LANES ? p.V - first : LANES;
+    copy_row(p.out, offset_of(p.out, s.b, s.h[row], s.l[row]) + first * p.out.stride[3], n, piece);
+    for (int64_t i = 0; i < n; i++) piece[i] = exact[first + i] - piece[i];
+    Tensor4 place = p.rest;
+    place.data = (uint16_t*)place.data + first * place.stride[3];
+    write_row(place, s.b, s.h[row], s.l[row], n, piece);
+  }
+}
+
 // Divide by the sums and write. False: something is not finite.
 static bool finish(const Problem& p, const Strip& s, const Softmax& state, float* out, bool few, float* room) {
   Floats factor[N];
@@ -146,11 +169,13 @@ static bool finish(const Problem& p, const Strip& s, const Softmax& state, float
         bad |= not_finite(x);
         store(out + c * LANES + j * W, x);
       }
-    transpose_out(out, p.V, room, p.V);
+    turn_rows(out, p.out, s, p.V, room);
     rows = room, step = p.V;
   }
+  bool is_written = !few && is_plain(p.out);
   for (int i = 0; i < s.count; i++) {
-    write_row(p.out, s.b, s.h[i], s.l[i], p.V, rows + i * step);
+    if (!is_written) write_row(p.out, s.b, s.h[i], s.l[i], p.V, rows + i * step);
+    if (p.rest.data) write_rest(p, s, i, rows + i * step);
     float sum = state.sum[i / W][i % W], top = state.top[i / W][i % W];
     p.lse[(s.b * p.H + s.h[i]) * p.L + s.l[i]] = top == -INF && sum == 0 ? -INF : top * LN_2 + __builtin_logf(sum);
   }

@@ -42,10 +42,12 @@ const std::vector<Candidate>& candidates() {
   return all;
 }
 
-std::string names(bool supported_only) {
+std::string names(bool supported_only, const char* between) {
   std::string list;
   for (const Candidate& candidate : candidates()) {
-    if (candidate.supported || !supported_only) list += (list.empty() ? "" : ",") + std::string(candidate.name);
+    if (supported_only && !candidate.supported) continue;
+    if (!list.empty()) list += between;
+    list += candidate.name;
   }
   return list;
 }
@@ -63,8 +65,8 @@ Choice choose() {
   }
   return {
       nullptr,
-      "MULTIHEAD_ISA: expected one that this build and this CPU have (" + names(true) + "), got '" + asked +
-          "'. This build has " + names(false) + ". Leave the variable unset to take the best."};
+      "MULTIHEAD_ISA: expected one of " + names(true, ", ") + " (what this CPU has of " + names(false, ", ") + "), got " +
+          asked + ". Leave it out, and the best is taken."};
 }
 
 const Candidate& chosen() {
@@ -77,6 +79,6 @@ const Candidate& chosen() {
 
 const Kernel& kernel() { return *chosen().kernel(); }
 std::string isa() { return chosen().name; }
-std::string isas() { return names(true); }
+std::string isas() { return names(true, ","); }
 
 }  // namespace multihead

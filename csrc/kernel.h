@@ -73,6 +73,7 @@ struct Bias {
 struct Problem {
   int64_t B, H, K, G, L, S, D, V;
   Tensor4 q, k, v, out;
+  Tensor4 rest;  // what out lost when it was rounded to a narrow dtype, for the backward pass; data null: not wanted
   float* lse;  // (B, H, L), contiguous
 
   float scale, softcap;  // softcap 0: none

@@ -104,6 +104,7 @@ void share_out(Problem& p, std::vector<float>& partial) {
 void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments in(stack);
   const Call call(in);
+  const bool wants_rest = in.boolean();
   Setup setup(call);
   Problem& p = setup.problem;
   const Kernel& isa = kernel();
@@ -112,6 +113,9 @@ void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Tensor out = Tensor::empty({p.B, p.H, p.L, p.V}, {p.L * p.H * p.V, p.V, p.H * p.V, 1}, call.q.dtype());
   Tensor lse = Tensor::empty({p.B, p.H, p.L}, aoti_torch_dtype_float32());
   p.out = setup.four(out), p.lse = lse.write<float>();
+  const bool has_rest = wants_rest && p.out.dtype != Dtype::f32;
+  Tensor rest = has_rest ? Tensor::empty(out.sizes(), out.strides(), out.dtype()) : Tensor::empty({0}, out.dtype());
+  if (has_rest) p.rest = setup.four(rest);
   std::vector<float> partial;
   share_out(p, partial);
   const std::size_t bytes = isa.scratch_bytes(p, false);
@@ -130,7 +134,7 @@ void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
     leave_out_unseen(setup, bytes);
     once();
   }
-  Results(stack).tensor(std::move(out)).tensor(std::move(lse));
+  Results(stack).tensor(std::move(out)).tensor(std::move(lse)).tensor(std::move(rest));
 }
 
 void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -138,6 +142,7 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const Tensor grad_out = in.tensor();
   const std::optional<Tensor> grad_lse = in.optional_tensor();
   const Tensor out = in.tensor();
+  const std::optional<Tensor> rest = in.optional_tensor();
   const Tensor lse = in.tensor();
   const Call call(in);
   const bool wants_bias = in.boolean();
@@ -156,6 +161,7 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   p.lse = const_cast<float*>(contiguous("lse", lse));
   if (grad_lse) p.grad_lse = contiguous("grad_lse", *grad_lse);
   p.out = setup.four("out", out, p.H, p.L, p.V), p.grad_out = setup.four("grad_out", grad_out, p.H, p.L, p.V);
+  if (rest) p.rest = setup.four("rest", *rest, p.H, p.L, p.V);
   if (wants_bias && !call.bias) throw std::runtime_error("multihead: there is no bias to have a gradient");
 
   Tensor grad_q = empty_like(call.q), grad_k = empty_like(call.k), grad_v = empty_like(call.v);
@@ -179,14 +185,14 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   // Several heads (or pieces of one) that add to the same numbers of the bias: a pass of its own for it.
   const auto& step = p.grad_bias_stride;
   const bool shares_bias = wants_bias && ((p.B > 1 && step[0] == 0) || (p.K > 1 && step[1] == 0) || !by_heads);
-  const unsigned bias_too = wants_bias && !shares_bias ? GRAD_BIAS : 0;
+  const unsigned with_heads = GRAD_Q | GRAD_KV | (wants_bias && !shares_bias ? unsigned(GRAD_BIAS) : 0u);
 
   const auto once = [&] {
     std::fill_n(p.grad_bias, bias_size, 0.0f);
     bool good = true;
     if (by_heads) {
       good = run(heads, 3 * products(p), bytes, [&](std::int64_t head, void* memory) {
-        return isa.backward(p, head / p.K, head % p.K, 0, rows, 0, keys, GRAD_Q | GRAD_KV | bias_too, memory);
+        return isa.backward(p, head / p.K, head % p.K, 0, rows, 0, keys, with_heads, memory);
       });
     } else {
       good = run(heads * keys, 2 * products(p), bytes, [&](std::int64_t item, void* memory) {
@@ -228,10 +234,10 @@ struct Registration {
     if (aoti_torch_library_init_fragment("multihead", __FILE__, __LINE__, &definitions) != 0) return;
     aoti_torch_library_def(definitions, "isa() -> str");
     aoti_torch_library_def(definitions, "isas() -> str");
-    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ") -> (Tensor, Tensor)");
+    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ", bool wants_rest) -> (Tensor, Tensor, Tensor)");
     aoti_torch_library_def(
         definitions,
-        "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, " MULTIHEAD_CALL
+        "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor lse, " MULTIHEAD_CALL
         ", bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)");
     if (aoti_torch_library_init_impl("multihead", "CompositeExplicitAutograd", __FILE__, __LINE__, &everywhere) != 0) {
       return;

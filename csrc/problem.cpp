@@ -215,17 +215,35 @@ void Setup::read_positions(const Call& call) {
   }
 }
 
-std::vector<std::int32_t> Setup::read_ids(const char* name, const Tensor& ids, std::int64_t length) {
-  check_tokens(name, ids, problem.B, length);
-  require(ids.dtype() == aoti_torch_dtype_int32(), name, "int32");
+std::vector<std::int64_t> Setup::read_ids(const Tensor& ids, std::int64_t length) const {
+  check_tokens("documents", ids, problem.B, length);
+  require(ids.dtype() == aoti_torch_dtype_int64(), "documents", "int64");
   const std::int64_t rows = ids.dim() == 2 ? ids.size(0) : 1;
-  std::vector<std::int32_t> found(static_cast<std::size_t>(rows * length));
+  std::vector<std::int64_t> found(static_cast<std::size_t>(rows * length));
   for (std::int64_t b = 0; b < rows; b++) {
     for (std::int64_t i = 0; i < length; i++) {
       const std::int64_t place = (ids.dim() == 2 ? b * ids.stride(0) : 0) + i * ids.stride(-1);
-      found[static_cast<std::size_t>(b * length + i)] = ids.data<std::int32_t>()[place];
+      found[static_cast<std::size_t>(b * length + i)] = ids.data<std::int64_t>()[place];
     }
   }
+  return found;
+}
+
+// Ids in 32 bits. Only whether two are equal matters, so those that do not fit are counted through.
+std::vector<std::int32_t> Setup::narrow(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& others) {
+  const auto fits = [](std::int64_t id) { return id == static_cast<std::int32_t>(id); };
+  std::vector<std::int32_t> found(ids.size());
+  if (std::all_of(ids.begin(), ids.end(), fits) && std::all_of(others.begin(), others.end(), fits)) {
+    std::transform(ids.begin(), ids.end(), found.begin(), [](std::int64_t id) { return static_cast<std::int32_t>(id); });
+    return found;
+  }
+  std::vector<std::int64_t> known = ids;
+  known.insert(known.end(), others.begin(), others.end());
+  std::sort(known.begin(), known.end());
+  known.erase(std::unique(known.begin(), known.end()), known.end());
+  std::transform(ids.begin(), ids.end(), found.begin(), [&](std::int64_t id) {
+    return static_cast<std::int32_t>(std::lower_bound(known.begin(), known.end(), id) - known.begin());
+  });
   return found;
 }
 
@@ -301,13 +319,17 @@ void Setup::read_mask(const Call& call) {
         break;
       }
       case MaskKind::documents: {
-        const Tensor& keys = table();
-        const auto& k_ids = ints_.emplace_back(read_ids("documents", keys, p.S));
-        step.k_ids = k_ids.data(), step.k_stride = static_cast<std::int64_t>(k_ids.size()) > p.S ? p.S : 0;
+        const std::vector<std::int64_t> of_keys = read_ids(table(), p.S);
+        std::vector<std::int64_t> of_queries;
         const std::int64_t index = number();
         if (index >= 0) {
           require(index < static_cast<std::int64_t>(call.tables.size()), "mask", "the number of a table");
-          const auto& q_ids = ints_.emplace_back(read_ids("documents", call.tables[static_cast<std::size_t>(index)], p.L));
+          of_queries = read_ids(call.tables[static_cast<std::size_t>(index)], p.L);
+        }
+        const auto& k_ids = ints_.emplace_back(narrow(of_keys, of_queries));
+        step.k_ids = k_ids.data(), step.k_stride = static_cast<std::int64_t>(k_ids.size()) > p.S ? p.S : 0;
+        if (index >= 0) {
+          const auto& q_ids = ints_.emplace_back(narrow(of_queries, of_keys));
           step.q_ids = q_ids.data(), step.q_stride = static_cast<std::int64_t>(q_ids.size()) > p.L ? p.L : 0;
         } else {  // the queries are the last L of the keys
           require(p.L <= p.S, "documents", "ids of the queries, where L > S");

@@ -42,7 +42,8 @@ class Setup {
   void read_mask(const Call& call);
   void read_positions(const Call& call);
   void read_dropout(const Call& call);
-  std::vector<std::int32_t> read_ids(const char* name, const Tensor& ids, std::int64_t length);
+  std::vector<std::int64_t> read_ids(const Tensor& ids, std::int64_t length) const;
+  static std::vector<std::int32_t> narrow(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& others);
   Ranges ranges(const std::vector<double>& values);
 
   std::deque<std::vector<double>> doubles_;  // deques: what is in them stays where it is

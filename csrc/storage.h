@@ -81,7 +81,10 @@ static void write_row(const Tensor4& t, int64_t b, int64_t head, int64_t token, 
   int64_t offset = offset_of(t, b, head, token), step = t.stride[3];
   if (t.dtype == Dtype::f32) {
     float* to = (float*)t.data + offset;
-    for (int64_t i = 0; i < n; i++) to[i * step] = from[i];
+    if (step == 1)
+      memcpy(to, from, size_t(n) * sizeof(float));
+    else
+      for (int64_t i = 0; i < n; i++) to[i * step] = from[i];
     return;
   }
   uint16_t* to = (uint16_t*)t.data + offset;

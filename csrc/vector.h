@@ -156,21 +156,22 @@ static void transpose_in(const float* const* from, int64_t n, float factor, floa
   }
 }
 
-// to[i * ld + j] = from[j * LANES + i] for LANES rows of n numbers.
-static void transpose_out(const float* from, int64_t n, float* to, int64_t ld) {
+// to[i][j] = from[j * LANES + i] for LANES rows of n numbers.
+static void transpose_out(const float* from, int64_t n, float* const* to) {
   for (int i = 0; i < LANES; i += 4) {
+    float *r0 = to[i], *r1 = to[i + 1], *r2 = to[i + 2], *r3 = to[i + 3];
     int64_t j = 0;
     for (; j + 4 <= n; j += 4) {
       Four a = *(const FourAnywhere*)(from + j * LANES + i), b = *(const FourAnywhere*)(from + (j + 1) * LANES + i);
       Four c = *(const FourAnywhere*)(from + (j + 2) * LANES + i), d = *(const FourAnywhere*)(from + (j + 3) * LANES + i);
       transpose_four(a, b, c, d);
-      *(FourAnywhere*)(to + i * ld + j) = a;
-      *(FourAnywhere*)(to + (i + 1) * ld + j) = b;
-      *(FourAnywhere*)(to + (i + 2) * ld + j) = c;
-      *(FourAnywhere*)(to + (i + 3) * ld + j) = d;
+      *(FourAnywhere*)(r0 + j) = a;
+      *(FourAnywhere*)(r1 + j) = b;
+      *(FourAnywhere*)(r2 + j) = c;
+      *(FourAnywhere*)(r3 + j) = d;
     }
     for (; j < n; j++)
-      for (int k = 0; k < 4; k++) to[(i + k) * ld + j] = from[j * LANES + i + k];
+      for (int k = 0; k < 4; k++) to[i + k][j] = from[j * LANES + i + k];
   }
 }
 

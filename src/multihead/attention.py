@@ -202,9 +202,9 @@ def attention_with_mean_weights(
                 cast_q, cast_k, cast_v, mask, bias, scale, softcap, dropout, q_positions, k_positions, False,
                 reference.attention,
             )  # fmt: skip
-            # With dropout up to where `attention` takes it too: asking for weights may not change what is drawn.
-            most = {} if dropout else {"most": small.MOST_WITH_WEIGHTS}
-            if not small.refusals(request) and small.is_small(request, **most):
+            # With dropout only where `attention` takes it too: asking for weights may not change what is drawn.
+            taken = _first(request) is small if dropout else small.is_small(request, small.MOST_WITH_WEIGHTS)
+            if taken and not small.refusals(request):
                 out, weights = small.attend(request)
                 mean = weights.mean(1)
             elif not rows.refusals(request):

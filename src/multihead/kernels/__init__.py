@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from multihead.kernels import blocks, flex, sdpa, small, varlen
+from multihead.kernels import blocks, flex, native, sdpa, small, varlen
 from multihead.request import Request
 
 __all__ = ["FAST", "Kernel"]
@@ -31,4 +31,4 @@ class Kernel(Protocol):
     def run(self, request: Request) -> tuple[Tensor, Tensor | None]: ...
 
 
-FAST: tuple[Kernel, ...] = (small, sdpa, blocks, flex, varlen)  # in the order in which they are asked
+FAST: tuple[Kernel, ...] = (native, small, sdpa, blocks, flex, varlen)  # in the order in which they are asked
