@@ -122,7 +122,7 @@ static void open_rows(const Problem& p, const Strip& s, int index, const Backwar
 }
 
 // From scores to weights, and from dO V^T to the gradient by the scores: both in place, for n keys of one strip.
-static void weights_and_gradient(const Problem& p, const Strip& s, int64_t first, int64_t n, float* weights, float* grad,
+static __attribute__((noinline)) void weights_and_gradient(const Problem& p, const Strip& s, int64_t first, int64_t n, float* weights, float* grad,
                                  int64_t ld, const float* base, const float* delta) {
   for (int64_t k = 0; k < n; k += 4) {
     Ints kept[4][N];

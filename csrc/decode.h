@@ -47,7 +47,7 @@ INLINE float sum_of(Floats x) {
 }
 
 // Keys and values come from memory, once: they are asked for some rows ahead. (An address that is not there does no harm.)
-constexpr int64_t AHEAD = 8;
+constexpr int64_t AHEAD = 16;
 constexpr int64_t LINE = 16;  // floats to a line of the cache
 INLINE void fetch(const float* p) { __builtin_prefetch(p); }
 

@@ -28,7 +28,7 @@ struct Softmax {
 
 // Weights of a block from its scores, in place, not yet divided by their sum. Returns whether the output so far has to
 // shrink, by `shrink`.
-static bool weigh(const Problem& p, const Strip& s, Softmax& state, uint32_t some, int64_t block, int64_t keys,
+static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, Softmax& state, uint32_t some, int64_t block, int64_t keys,
                   float* scores, Floats shrink[N]) {
   Floats top[N];
   for (int j = 0; j < N; j++) top[j] = state.top[j];

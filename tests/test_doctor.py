@@ -18,7 +18,7 @@ def by_name(found: mh.Diagnosis) -> dict[str, KernelHealth]:
 
 def test_facts():
     facts = mh.doctor().facts
-    assert list(facts) == ["multihead", "torch", "python", "threads", "devices"]
+    assert list(facts) == ["multihead", "torch", "python", "threads", "devices", "native"]
     assert facts["multihead"] == mh.__version__
     assert facts["torch"] == torch.__version__
     assert facts["python"].startswith(platform.python_version())

@@ -11,6 +11,7 @@ import torch
 
 from multihead import reference
 from multihead.attention import KERNELS, attention
+from multihead.kernels import library
 from multihead.masks import Mask, causal, documents
 from multihead.request import make_request
 
@@ -45,7 +46,7 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Versions, threads and devices, and each kernel after really running it on a tiny input, forward and backward."""
+    """What is installed here, and each kernel after really running it on a tiny input, forward and backward."""
     from multihead import __version__  # here, as the package itself imports this file
 
     devices = [f"cpu ({torch.backends.cpu.get_cpu_capability()})"]
@@ -57,6 +58,7 @@ def doctor() -> Diagnosis:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "threads": f"{torch.get_num_threads()} in an operation, {torch.get_num_interop_threads()} between operations",
         "devices": ", ".join(devices),
+        "native": _native(),
     }
     devices_of_autocast = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     with ExitStack() as stack:  # the same answer wherever it is asked
@@ -65,6 +67,13 @@ def doctor() -> Diagnosis:
         for device in devices_of_autocast:
             stack.enter_context(torch.autocast(device, enabled=False))
         return Diagnosis(facts, [_try(name) for name in KERNELS])
+
+
+def _native() -> str:
+    """The native library: which kernels of it are taken, or why there are none."""
+    if not library.available():
+        return f"none: {library.why_not()}"
+    return f"{library.isa()} (this CPU has {', '.join(library.isas())})"
 
 
 def _try(name: str) -> KernelHealth:
