@@ -3,6 +3,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "weights.h"
 
 #define MULTIHEAD_JOIN_(a, b) a##b
 #define MULTIHEAD_JOIN(a, b) MULTIHEAD_JOIN_(a, b)
@@ -20,15 +21,15 @@ static size_t scratch_bytes(const Problem& p, bool with_backward) {
   } else {
     ForwardRoom forward(p, room);
   }
-  Room other(nullptr);
-  other.take<Strip>(1);
+  Room other(nullptr);  // `combine` and `find_seen` need no more than this, and `weights`
+  WeightsRoom weights(p, other);
   other.take(2 * KEY_BLOCK * LANES);
   other.take(LANES * padded(p.V));
   return room.used > other.used ? room.used : other.used;
 }
 
 static const Kernel kernel = {
-    MULTIHEAD_STRING(MULTIHEAD_ISA), row_blocks, scratch_bytes, forward, combine, find_seen, backward,
+    MULTIHEAD_STRING(MULTIHEAD_ISA), row_blocks, scratch_bytes, forward, combine, find_seen, backward, weights,
 };
 
 }  // namespace MULTIHEAD_ISA

@@ -97,6 +97,10 @@ struct Problem {
   float* grad_bias;       // in the shape of the bias, or null
   int64_t grad_bias_stride[4];
 
+  // The weights, where they are what is asked for: (B, H, L, S), or their mean over heads (B, L, S).
+  float* weights;
+  bool averages;
+
   // Few queries against many keys: the keys of one row are shared out in `parts`, whose results wait here.
   int64_t parts;
   int64_t part_keys;  // a multiple of KEY_BLOCK
@@ -117,6 +121,7 @@ struct Kernel {
   void (*find_seen)(const Problem&, int64_t b, int64_t head, void* scratch);
   bool (*backward)(const Problem&, int64_t b, int64_t head, int64_t first_row_block, int64_t last_row_block,
                    int64_t first_key_block, int64_t last_key_block, unsigned wanted, void* scratch);
+  void (*weights)(const Problem&, int64_t b, int64_t first_query, int64_t last_query, void* scratch);
 };
 
 const Kernel* kernel_baseline();

@@ -90,6 +90,18 @@ Tensor empty_like(const Tensor& like) {
       like.dtype());
 }
 
+// The numbers of a tensor that has one for each row, (B, H, L), contiguous.
+const float* rows_of(const Problem& p, const char* name, const Tensor& tensor) {
+  const bool fits = tensor.dim() == 3 && tensor.size(0) == p.B && tensor.size(1) == p.H && tensor.size(2) == p.L &&
+                    tensor.dtype() == aoti_torch_dtype_float32();
+  const bool dense = fits && (tensor.stride(2) == 1 || p.L == 1) && (tensor.stride(1) == p.L || p.H == 1) &&
+                     (tensor.stride(0) == p.H * p.L || p.B == 1);
+  if (!fits || (!dense && p.B * p.H * p.L > 0)) {
+    throw std::runtime_error(std::string("multihead: ") + name + ": expected (B, H, L), float32, contiguous");
+  }
+  return tensor.data<float>();
+}
+
 // How the keys of a row are shared out where there are few rows. By sizes alone, so that results do not depend on threads.
 void share_out(Problem& p, std::vector<float>& partial) {
   constexpr std::int64_t PART = 4 * KEY_BLOCK;
@@ -150,16 +162,8 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Problem& p = setup.problem;
   const Kernel& isa = kernel();
 
-  const auto contiguous = [&](const char* name, const Tensor& tensor) {
-    const bool fits = tensor.dim() == 3 && tensor.size(0) == p.B && tensor.size(1) == p.H && tensor.size(2) == p.L &&
-                      tensor.dtype() == aoti_torch_dtype_float32();
-    const bool dense = fits && (tensor.stride(2) == 1 || p.L == 1) && (tensor.stride(1) == p.L || p.H == 1) &&
-                       (tensor.stride(0) == p.H * p.L || p.B == 1);
-    if (!dense && p.B * p.H * p.L > 0) throw std::runtime_error(std::string("multihead: ") + name + ": expected (B, H, L), float32, contiguous");
-    return static_cast<const float*>(tensor.data());
-  };
-  p.lse = const_cast<float*>(contiguous("lse", lse));
-  if (grad_lse) p.grad_lse = contiguous("grad_lse", *grad_lse);
+  p.lse = const_cast<float*>(rows_of(p, "lse", lse));
+  if (grad_lse) p.grad_lse = rows_of(p, "grad_lse", *grad_lse);
   p.out = setup.four("out", out, p.H, p.L, p.V), p.grad_out = setup.four("grad_out", grad_out, p.H, p.L, p.V);
   if (rest) p.rest = setup.four("rest", *rest, p.H, p.L, p.V);
   if (wants_bias && !call.bias) throw std::runtime_error("multihead: there is no bias to have a gradient");
@@ -222,6 +226,30 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Results(stack).tensor(std::move(grad_q)).tensor(std::move(grad_k)).tensor(std::move(grad_v)).tensor(std::move(grad_bias));
 }
 
+void weights_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments in(stack);
+  const Tensor lse = in.tensor();
+  const Call call(in);
+  const bool averages = in.boolean();
+  Setup setup(call);
+  Problem& p = setup.problem;
+  const Kernel& isa = kernel();
+  p.lse = const_cast<float*>(rows_of(p, "lse", lse));
+  p.averages = averages;
+  Tensor weights = Tensor::empty(
+      averages ? std::vector<std::int64_t>{p.B, p.L, p.S} : std::vector<std::int64_t>{p.B, p.H, p.L, p.S},
+      aoti_torch_dtype_float32());
+  p.weights = weights.write<float>();
+  constexpr std::int64_t QUERIES = 64;
+  const std::int64_t blocks = (p.L + QUERIES - 1) / QUERIES;
+  run(p.B * blocks, products(p), isa.scratch_bytes(p, false), [&](std::int64_t item, void* memory) {
+    const std::int64_t first = item % blocks * QUERIES;
+    isa.weights(p, item / blocks, first, std::min(first + QUERIES, p.L), memory);
+    return true;
+  });
+  Results(stack).tensor(std::move(weights));
+}
+
 #define MULTIHEAD_CALL                                                                                             \
   "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? q_positions, Tensor? k_positions, int[] mask, " \
   "Tensor[] tables, float scale, float softcap, float dropout, Tensor? seed"
@@ -239,6 +267,7 @@ struct Registration {
         definitions,
         "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor lse, " MULTIHEAD_CALL
         ", bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)");
+    aoti_torch_library_def(definitions, "weights(Tensor lse, " MULTIHEAD_CALL ", bool average) -> Tensor");
     if (aoti_torch_library_init_impl("multihead", "CompositeExplicitAutograd", __FILE__, __LINE__, &everywhere) != 0) {
       return;
     }
@@ -247,6 +276,7 @@ struct Registration {
     if (aoti_torch_library_init_impl("multihead", "CPU", __FILE__, __LINE__, &cpu) != 0) return;
     aoti_torch_library_impl(cpu, "forward", forward_op);
     aoti_torch_library_impl(cpu, "backward", backward_op);
+    aoti_torch_library_impl(cpu, "weights", weights_op);
   }
 };
 const Registration registration;

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from multihead import reference
 from multihead.errors import bad_type, bad_value, describe
-from multihead.kernels import FAST, Kernel, rows, small
+from multihead.kernels import FAST, Kernel, native, rows, small
+from multihead.kernels.autograd import recording
 from multihead.masks import Mask
 from multihead.positions import Position
 from multihead.request import Request, make_request
@@ -159,13 +160,18 @@ def attention_weights(
     """
     q, k, _, _, without = _from_autocast(q, k, k)
     with without:
-        nothing = k.new_empty(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k
+        nothing = k.new_zeros(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k
         request = make_request(
             q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
         )
         if sinks is not None:
             _check_sinks(sinks, q)
-        if sinks is None and not rows.refusals(request):
+        if sinks is None and _by_native(request):
+            with torch.no_grad():
+                _, lse = native.run(request)
+            assert lse is not None
+            weights = native.weights(request, lse, average=False)
+        elif sinks is None and not rows.refusals(request):
             _, weights = rows.attend(request, average=False, with_out=False)
         else:
             weights = _by_definition(request, sinks).weights
@@ -204,7 +210,11 @@ def attention_with_mean_weights(
             )  # fmt: skip
             # With dropout only where `attention` takes it too: asking for weights may not change what is drawn.
             taken = _first(request) is small if dropout else small.is_small(request, small.MOST_WITH_WEIGHTS)
-            if taken and not small.refusals(request):
+            if _by_native(request):
+                out, lse = native.run(request)
+                assert lse is not None
+                mean = native.weights(request, lse, average=True)
+            elif taken and not small.refusals(request):
                 out, weights = small.attend(request)
                 mean = weights.mean(1)
             elif not rows.refusals(request):
@@ -218,6 +228,11 @@ def attention_with_mean_weights(
     if out is None:
         out = attention(q, k, v, mask, dropout=dropout, **scores)
     return out, mean
+
+
+def _by_native(request: Request) -> bool:
+    """Whether the native kernel makes the weights too. In a recorded program they are plain PyTorch."""
+    return not recording() and not native.refusals(request)
 
 
 class Choice(NamedTuple):

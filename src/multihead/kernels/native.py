@@ -38,9 +38,9 @@ def refusals(request: Request) -> list[str]:
         reasons.append(f"{q.dtype}: it computes in float32")
     if torch._C._get_tracing_state() is not None:
         reasons.append("torch.jit.trace and ONNX: the program would need the native library where it runs")
-    if is_traceable_wrapper_subclass(q) and not torch.compiler.is_compiling():
+    if type(q) is not Tensor and is_traceable_wrapper_subclass(q) and not torch.compiler.is_compiling():
         reasons.append(f"{type(q).__name__}: a tensor made of others, and the operation knows none of its rules")
-    return reasons + mask_refusals(request.mask)
+    return reasons if request.mask is None else reasons + mask_refusals(request.mask)
 
 
 def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is asked in the same way)
@@ -72,23 +72,49 @@ class _Scores(NamedTuple):
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (B,H,L,V), lse (B,H,L))."""
-    bias = _bias(request)
+    # One number from torch's own generator: dropout repeats under torch.manual_seed and under checkpointing.
+    seed = torch.randint(2**62, (), device=request.q.device) if request.dropout else None
+    bias, scores = _bias(request), _scores(request, seed)
+    q, k, v = request.q, request.k, request.v
+    if not _records(request, bias):
+        out, lse, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, False)
+        return out, lse
+    shell = None if torch.compiler.is_compiling() else _shell(request)
+    numbers = scores.scale, scores.softcap, scores.dropout
+    tensors = scores.slopes, scores.q_positions, scores.k_positions, seed, *scores.tables
+    return _Native.apply(q, k, v, bias, shell, scores.steps, *numbers, *tensors)
+
+
+def weights(request: Request, lse: Tensor, average: bool) -> Tensor:
+    """The weights before dropout (B, H, L, S) or their mean over heads (B, L, S), float32, of a request that this
+    kernel ran; `lse` (B, H, L) is what it gave. A gradient that comes in through them goes by the definition."""
+    bias, scores = _bias(request), _scores(request, None)
+    if not _records(request, bias):
+        return torch.ops.multihead.weights.default(lse, request.q, request.k, request.k, bias, *scores, average)
+    watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
+    return _Weights.apply(request.q, request.k, bias, lse.detach(), _shell(request), scores, average, *watched)
+
+
+def _records(request: Request, bias: Tensor | None) -> bool:
+    """Whether autograd records the call."""
+    return request.needs_grad or (torch.is_grad_enabled() and bias is not None and bias.requires_grad)
+
+
+def _shell(request: Request) -> Request:
+    """The request without its tensors, which autograd keeps, so that it can watch over them."""
+    nothing = request.q.new_empty(0)
+    return request.with_tensors(nothing, nothing, nothing, None if isinstance(request.bias, Tensor) else request.bias)
+
+
+def _scores(request: Request, seed: Tensor | None) -> _Scores:
     steps, tables = as_postfix(request.mask)
     slopes: Tensor | None = None
     if isinstance(request.bias, ALiBi):
         slopes = torch.tensor(request.bias.slopes, dtype=torch.float32, device=request.q.device)
     q_at, k_at = (None, None) if request.has_default_positions else map(_countable, request.positions())
-    # One number from torch's own generator: dropout repeats under torch.manual_seed and under checkpointing.
-    seed = torch.randint(2**62, (), device=request.q.device) if request.dropout else None
     softcap = 0.0 if request.softcap is None else float(request.softcap)
-    scores = (slopes, q_at, k_at, steps, tables, float(request.scale), softcap, float(request.dropout), seed)
-    q, k, v = request.q, request.k, request.v
-    if not (request.needs_grad or (torch.is_grad_enabled() and bias is not None and bias.requires_grad)):
-        out, lse, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, False)
-        return out, lse
-    nothing = q.new_empty(0)  # autograd keeps the tensors, so that it can watch over them
-    shell = request.with_tensors(nothing, nothing, nothing, None) if not torch.compiler.is_compiling() else None
-    return _Native.apply(q, k, v, bias, shell, steps, *scores[5:8], slopes, q_at, k_at, seed, *tables)
+    dropout = 0.0 if seed is None else float(request.dropout)
+    return _Scores(slopes, q_at, k_at, steps, tables, float(request.scale), softcap, dropout, seed)
 
 
 def _bias(request: Request) -> Tensor | None:
@@ -164,6 +190,30 @@ def _define(shell: Request, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     return shell.defined(q, k, v, shell.bias if bias is None else bias, kept)
 
 
+class _Weights(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, lse: Tensor, shell: Request, scores: _Scores,
+        average: bool, *watched: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """`watched` are the tensors in `scores`, which the backward pass reads again."""
+        ctx.save_for_backward(q, k, bias, *watched)
+        ctx.shell = shell
+        return torch.ops.multihead.weights.default(lse, q, k, k, bias, *scores, average)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, bias, *watched = ctx.saved_tensors
+        if grad.ndim == 3:  # of the mean over heads
+            H = q.shape[1]
+            grad = (grad / H)[:, None].expand(-1, H, -1, -1)
+
+        def define(q: Tensor, k: Tensor, bias: Tensor | None) -> Any:
+            return _define(ctx.shell, None, q, k, k[..., :1], bias)
+
+        return *differentiable_gradients(define, (q, k, bias), (None, grad, None)), *(None,) * (4 + len(watched))
+
+
 def _like(tensor: Tensor) -> Tensor:
     """What csrc/op.cpp makes for the gradient of a tensor: heads and tokens in the same order in memory."""
     if tensor.stride(1) < tensor.stride(2):
@@ -171,25 +221,26 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *scores: object) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_shapes(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, _, v, *_, wants_rest = call
     B, H, L, _ = q.shape
     out = q.new_empty(B, L, H, v.shape[-1]).transpose(1, 2)
-    rest = torch.empty_like(out) if scores[-1] and q.dtype != torch.float32 else q.new_empty(0)
+    rest = torch.empty_like(out) if wants_rest and q.dtype != torch.float32 else q.new_empty(0)
     return out, q.new_empty(B, H, L, dtype=torch.float32), rest
 
 
-def _backward_shapes(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, rest: Tensor | None, lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *scores: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    size = bias.shape if bias is not None and scores[-1] else (0,)
-    return _like(q), _like(k), _like(v), q.new_empty(size, dtype=torch.float32)
+def _backward_shapes(*call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, _, _, _, q, k, v, bias, *_, wants_bias = call
+    return _like(q), _like(k), _like(v), q.new_empty(bias.shape if wants_bias else 0, dtype=torch.float32)
 
 
-def _register() -> None:
-    if library.available():
-        torch.library.register_fake("multihead::forward", _forward_shapes)
-        torch.library.register_fake("multihead::backward", _backward_shapes)
+def _weights_shapes(*call: Any) -> Tensor:
+    _, q, k, *_, average = call
+    B, H, L, _ = q.shape
+    return q.new_empty((B, L, k.shape[2]) if average else (B, H, L, k.shape[2]), dtype=torch.float32)
 
 
-_register()
+if library.available():  # shapes of the results, for programs that are recorded
+    torch.library.register_fake("multihead::forward", _forward_shapes)
+    torch.library.register_fake("multihead::backward", _backward_shapes)
+    torch.library.register_fake("multihead::weights", _weights_shapes)
