@@ -38,7 +38,7 @@ struct BackwardRoom {
   float* grad_q;                    // of each strip, [D][LANES]
   float *base, *delta;              // of each row: lse in units of log2, delta
   float *weights, *grad_scores;     // [KEY_BLOCK][rows]
-  float *slope, *spare, *keys, *values, *rows;
+  float *slope, *keys, *values, *rows;
   float *sum_k, *sum_v;             // dK and dV of the head, where they can't be summed in place
   int64_t q_size, v_size, q_panels_count, v_panels_count, row_count;
 
@@ -56,7 +56,6 @@ struct BackwardRoom {
     int64_t block = p.S < KEY_BLOCK ? p.S : KEY_BLOCK;
     weights = room.take(block * row_count), grad_scores = room.take(block * row_count);
     slope = room.take(p.softcap > 0 ? block * row_count : 0);
-    spare = room.take(block * LANES);
     keys = room.take(block * padded(p.D)), values = room.take(block * padded(p.V));
     rows = room.take(2 * LANES * (padded(p.D) > padded(p.V) ? padded(p.D) : padded(p.V)));
     sum_k = room.take(is_plain(p.grad_k) ? 0 : p.S * p.D);
@@ -259,7 +258,7 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
           float *weights = at.weights + place, *grad = at.grad_scores + place;
           float* slope = p.softcap > 0 ? at.slope + place : nullptr;
           product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, weights, at.row_count, p.D);
-          if (adjusts || own != cells[i].every) adjust(p, s, block, run, cells[i].every, weights, at.row_count, slope, at.spare);
+          if (adjusts || own != cells[i].every) adjust(p, s, block, run, cells[i].every, weights, at.row_count, slope);
           product<Along::depth, Into::fresh>(n, v.data + start * v.step, v.step, grad_out, LANES, grad, at.row_count, p.V);
           weights_and_gradient(p, s, first + start, n, weights, grad, at.row_count, at.base + i * LANES, at.delta + i * LANES);
           if (wanted & GRAD_BIAS) add_to_bias(p, s, first + start, n, grad, at.row_count);

@@ -87,7 +87,7 @@ struct ForwardRoom {
   Strip* strips;
   Softmax* states;
   float *q, *out;  // of each strip: [D][LANES], [V][LANES]; in decode.h [rows][D], [rows][V]
-  float *scores, *spare, *keys, *values, *rows;
+  float *scores, *keys, *values, *rows;
   int64_t q_size, out_size;
 
   ForwardRoom(const Problem& p, Room& room) {
@@ -101,7 +101,6 @@ struct ForwardRoom {
     out = room.take(strips_used * out_size);
     int64_t block = p.S < KEY_BLOCK ? p.S : KEY_BLOCK;
     scores = room.take(block * LANES);
-    spare = room.take(block * LANES);
     keys = room.take(block * d);
     values = room.take(block * v);
     rows = room.take(LANES * (d > v ? d : v));
@@ -227,7 +226,7 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
           dots(p, s.count, q, k.data + start * k.step, k.step, n, scores);
         else
           product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, scores, LANES, p.D);
-        if (adjusts || own != cells[i].every) adjust(p, s, block, run, cells[i].every, scores, LANES, nullptr, at.spare);
+        if (adjusts || own != cells[i].every) adjust(p, s, block, run, cells[i].every, scores, LANES, nullptr);
       }
       Floats shrink[N];
       if (weigh(p, s, at.states[i], own, block, keys, at.scores, shrink)) {

@@ -23,7 +23,7 @@ static size_t scratch_bytes(const Problem& p, bool with_backward) {
   }
   Room other(nullptr);  // `combine` and `find_seen` need no more than this, and `weights`
   WeightsRoom weights(p, other);
-  other.take(2 * KEY_BLOCK * LANES);
+  other.take(KEY_BLOCK * LANES);
   other.take(LANES * padded(p.V));
   return room.used > other.used ? room.used : other.used;
 }

@@ -19,28 +19,39 @@ INLINE float bias_at(const Bias& bias, int64_t place) {
   return bias.dtype == Dtype::bf16 ? from_bf16(half) : from_f16(half);
 }
 
-static void add_bias(const Problem& p, const Strip& s, int64_t first, int64_t keys, float* scores, int64_t ld,
-                     float* room) {
+// A score with a bias added, in units of log2. The lowest biases hide.
+template <typename Vector>
+INLINE void add_one(const Bias& bias, Vector one, float* place) {
+  typedef float Anywhere __attribute__((vector_size(sizeof(Vector)), aligned(4), may_alias));
+  Vector sum = one * LOG2_E + *(const Anywhere*)place;
+  *(Anywhere*)place = one <= bias.lowest ? Vector{} - INF : sum;
+}
+
+static void add_bias(const Problem& p, const Strip& s, int64_t first, int64_t keys, float* scores, int64_t ld) {
   const Bias& bias = p.bias;
-  int64_t step = bias.stride[3], start = first * step;
+  int64_t step = bias.stride[3], start = first * step, k = 0;
   if (s.bias_is_one) {
-    for (int64_t k = 0; k < keys; k++) {
+    for (; k < keys; k++) {
       Floats one = all(bias_at(bias, start + s.bias[0] + k * step));
-      for (int j = 0; j < N; j++) store(room + k * LANES + j * W, one);
+      for (int j = 0; j < N; j++) add_one(bias, one, scores + k * ld + j * W);
     }
-  } else if (bias.dtype == Dtype::f32 && step == 1) {
-    const float* rows[LANES];
-    for (int i = 0; i < LANES; i++) rows[i] = (const float*)bias.data + start + s.bias[i];
-    transpose_in(rows, keys, 1.0f, room, LANES);
-  } else {
-    for (int i = 0; i < LANES; i++)
-      for (int64_t k = 0; k < keys; k++) room[k * LANES + i] = bias_at(bias, start + s.bias[i] + k * step);
+    return;
   }
-  for (int64_t k = 0; k < keys; k++)
+  if (bias.dtype == Dtype::f32 && step == 1) {  // squares of it, turned as the scores lie
+    const float* table = (const float*)bias.data + start;
+    for (; k + SIDE <= keys; k += SIDE)
+      for (int i = 0; i < LANES; i += SIDE) {
+        Line square[SIDE];
+        for (int j = 0; j < SIDE; j++) square[j] = load_line(table + s.bias[i + j] + k);
+        turn(square);
+        for (int j = 0; j < SIDE; j++) add_one(bias, square[j], scores + (k + j) * ld + i);
+      }
+  }
+  for (; k < keys; k++)
     for (int j = 0; j < N; j++) {
-      Floats one = load(room + k * LANES + j * W);
-      float* place = scores + k * ld + j * W;
-      store(place, one <= bias.lowest ? all(-INF) : one * LOG2_E + load(place));
+      Floats one;
+      for (int i = 0; i < W; i++) one[i] = bias_at(bias, start + s.bias[j * W + i] + k * step);
+      add_one(bias, one, scores + k * ld + j * W);
     }
 }
 
@@ -81,9 +92,9 @@ INLINE int64_t keys_of(Run run, int64_t keys_in_block) {
 }
 
 // All of it for one run of a block. `scores` and `slope` point to the run's first key; `slope` (or null) is given the
-// softcap's derivative at each score, `room` holds KEY_BLOCK x LANES floats.
+// softcap's derivative at each score.
 static void adjust(const Problem& p, const Strip& s, int64_t block, Run run, uint32_t every, float* scores, int64_t ld,
-                   float* slope, float* room) {
+                   float* slope) {
   int64_t first = block * KEY_BLOCK + run.first * CELL;
   int64_t left = p.S - block * KEY_BLOCK, keys = keys_of(run, left < KEY_BLOCK ? left : KEY_BLOCK);
   if (p.softcap > 0) {
@@ -95,7 +106,7 @@ static void adjust(const Problem& p, const Strip& s, int64_t block, Run run, uin
         if (slope) store(slope + k * ld + j * W, 1.0f - t * t);
       }
   }
-  if (p.bias.data) add_bias(p, s, first, keys, scores, ld, room);
+  if (p.bias.data) add_bias(p, s, first, keys, scores, ld);
   if (p.slopes) add_slopes(p, s, first, keys, scores, ld);
   for (int c = 0; c < run.cells; c++) {
     if (every >> (run.first + c) & 1) continue;
@@ -109,7 +120,6 @@ static void find_seen(const Problem& p, int64_t b, int64_t head, void* memory) {
   Room room(memory);
   Strip& s = *room.take<Strip>(1);
   float* scores = room.take(KEY_BLOCK * LANES);
-  float* spare = room.take(KEY_BLOCK * LANES);
   uint8_t* seen = p.seen + (b * p.K + head) * p.S;
   memset(seen, 0, size_t(p.S));
   for (int64_t row = 0; row < p.G * p.L; row += LANES) {
@@ -120,7 +130,7 @@ static void find_seen(const Problem& p, int64_t b, int64_t head, void* memory) {
       for (Run run = next_run(cells.some, 0); run.cells; run = next_run(cells.some, run.first + run.cells)) {
         int64_t n = keys_of(run, keys);
         memset(scores, 0, size_t(n * LANES) * sizeof(float));
-        adjust(p, s, block, run, cells.every, scores, LANES, nullptr, spare);
+        adjust(p, s, block, run, cells.every, scores, LANES, nullptr);
         for (int64_t k = 0; k < n; k++)
           for (int i = 0; i < LANES; i++)
             if (scores[k * LANES + i] != -INF) seen[block * KEY_BLOCK + run.first * CELL + k] = 1;

@@ -34,8 +34,6 @@ typedef int32_t Ints __attribute__((vector_size(W * 4)));
 typedef uint32_t Words __attribute__((vector_size(W * 4)));
 typedef float FloatsAnywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t IntsAnywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
-typedef float Four __attribute__((vector_size(16)));
-typedef float FourAnywhere __attribute__((vector_size(16), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -122,56 +120,76 @@ INLINE Floats tanh_of(Floats x) {
   return e / (e + 2.0f);
 }
 
-// Four rows of four, turned.
-INLINE void transpose_four(Four& a, Four& b, Four& c, Four& d) {
-  typedef int32_t Index __attribute__((vector_size(16)));
-  Four ab = __builtin_shuffle(a, b, Index{0, 4, 1, 5}), cd = __builtin_shuffle(c, d, Index{0, 4, 1, 5});
-  Four ab2 = __builtin_shuffle(a, b, Index{2, 6, 3, 7}), cd2 = __builtin_shuffle(c, d, Index{2, 6, 3, 7});
-  a = __builtin_shuffle(ab, cd, Index{0, 1, 4, 5});
-  b = __builtin_shuffle(ab, cd, Index{2, 3, 6, 7});
-  c = __builtin_shuffle(ab2, cd2, Index{0, 1, 4, 5});
-  d = __builtin_shuffle(ab2, cd2, Index{2, 3, 6, 7});
+// Squares of numbers are turned in registers, SIDE x SIDE at a time.
+#if defined(__AVX2__)
+constexpr int SIDE = 8;
+#else
+constexpr int SIDE = 4;
+#endif
+typedef float Line __attribute__((vector_size(SIDE * 4)));
+typedef int32_t Places __attribute__((vector_size(SIDE * 4)));
+typedef float LineAnywhere __attribute__((vector_size(SIDE * 4), aligned(4), may_alias));
+
+INLINE Line load_line(const float* p) { return *(const LineAnywhere*)p; }
+INLINE void store_line(float* p, Line x) { *(LineAnywhere*)p = x; }
+
+// Pairs of lines are mixed so that what belongs together comes to lie together: by one number, by two, then by four.
+INLINE void turn(Line (&x)[SIDE]) {
+  Line y[SIDE];
+#if defined(__AVX2__)
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = __builtin_shuffle(x[i], x[i + 1], Places{0, 8, 1, 9, 4, 12, 5, 13});
+    y[i + 1] = __builtin_shuffle(x[i], x[i + 1], Places{2, 10, 3, 11, 6, 14, 7, 15});
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      x[i + 2 * j] = __builtin_shuffle(y[i + j], y[i + j + 2], Places{0, 1, 8, 9, 4, 5, 12, 13});
+      x[i + 2 * j + 1] = __builtin_shuffle(y[i + j], y[i + j + 2], Places{2, 3, 10, 11, 6, 7, 14, 15});
+    }
+  for (int i = 0; i < 4; i++) {
+    y[i] = __builtin_shuffle(x[i], x[i + 4], Places{0, 1, 2, 3, 8, 9, 10, 11});
+    y[i + 4] = __builtin_shuffle(x[i], x[i + 4], Places{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+  for (int i = 0; i < 8; i++) x[i] = y[i];
+#else
+  for (int i = 0; i < 4; i += 2) {
+    y[i] = __builtin_shuffle(x[i], x[i + 1], Places{0, 4, 1, 5});
+    y[i + 1] = __builtin_shuffle(x[i], x[i + 1], Places{2, 6, 3, 7});
+  }
+  for (int j = 0; j < 2; j++) {
+    x[2 * j] = __builtin_shuffle(y[j], y[j + 2], Places{0, 1, 4, 5});
+    x[2 * j + 1] = __builtin_shuffle(y[j], y[j + 2], Places{2, 3, 6, 7});
+  }
+#endif
 }
 
 // to[j * ld + i] = from[i][j] * factor for LANES rows of n numbers.
 static void transpose_in(const float* const* from, int64_t n, float factor, float* to, int64_t ld) {
-  for (int i = 0; i < LANES; i += 4) {
-    const float *r0 = from[i], *r1 = from[i + 1], *r2 = from[i + 2], *r3 = from[i + 3];
+  for (int i = 0; i < LANES; i += SIDE) {
     int64_t j = 0;
-    for (; j + 4 <= n; j += 4) {
-      Four a = *(const FourAnywhere*)(r0 + j) * factor, b = *(const FourAnywhere*)(r1 + j) * factor;
-      Four c = *(const FourAnywhere*)(r2 + j) * factor, d = *(const FourAnywhere*)(r3 + j) * factor;
-      transpose_four(a, b, c, d);
-      *(FourAnywhere*)(to + j * ld + i) = a;
-      *(FourAnywhere*)(to + (j + 1) * ld + i) = b;
-      *(FourAnywhere*)(to + (j + 2) * ld + i) = c;
-      *(FourAnywhere*)(to + (j + 3) * ld + i) = d;
+    for (; j + SIDE <= n; j += SIDE) {
+      Line square[SIDE];
+      for (int k = 0; k < SIDE; k++) square[k] = load_line(from[i + k] + j) * factor;
+      turn(square);
+      for (int k = 0; k < SIDE; k++) store_line(to + (j + k) * ld + i, square[k]);
     }
-    for (; j < n; j++) {
-      to[j * ld + i] = r0[j] * factor;
-      to[j * ld + i + 1] = r1[j] * factor;
-      to[j * ld + i + 2] = r2[j] * factor;
-      to[j * ld + i + 3] = r3[j] * factor;
-    }
+    for (; j < n; j++)
+      for (int k = 0; k < SIDE; k++) to[j * ld + i + k] = from[i + k][j] * factor;
   }
 }
 
 // to[i][j] = from[j * LANES + i] for LANES rows of n numbers.
 static void transpose_out(const float* from, int64_t n, float* const* to) {
-  for (int i = 0; i < LANES; i += 4) {
-    float *r0 = to[i], *r1 = to[i + 1], *r2 = to[i + 2], *r3 = to[i + 3];
+  for (int i = 0; i < LANES; i += SIDE) {
     int64_t j = 0;
-    for (; j + 4 <= n; j += 4) {
-      Four a = *(const FourAnywhere*)(from + j * LANES + i), b = *(const FourAnywhere*)(from + (j + 1) * LANES + i);
-      Four c = *(const FourAnywhere*)(from + (j + 2) * LANES + i), d = *(const FourAnywhere*)(from + (j + 3) * LANES + i);
-      transpose_four(a, b, c, d);
-      *(FourAnywhere*)(r0 + j) = a;
-      *(FourAnywhere*)(r1 + j) = b;
-      *(FourAnywhere*)(r2 + j) = c;
-      *(FourAnywhere*)(r3 + j) = d;
+    for (; j + SIDE <= n; j += SIDE) {
+      Line square[SIDE];
+      for (int k = 0; k < SIDE; k++) square[k] = load_line(from + (j + k) * LANES + i);
+      turn(square);
+      for (int k = 0; k < SIDE; k++) store_line(to[i + k] + j, square[k]);
     }
     for (; j < n; j++)
-      for (int k = 0; k < 4; k++) to[i + k][j] = from[j * LANES + i + k];
+      for (int k = 0; k < SIDE; k++) to[i + k][j] = from[j * LANES + i + k];
   }
 }
 

@@ -14,13 +14,13 @@ namespace MULTIHEAD_ISA {
 
 struct WeightsRoom {
   Strip* strip;
-  float *q, *scores, *turned, *spare, *keys, *rows;
+  float *q, *scores, *turned, *keys, *rows;
 
   WeightsRoom(const Problem& p, Room& room) {
     int64_t block = p.S < KEY_BLOCK ? p.S : KEY_BLOCK;
     strip = room.take<Strip>(1);
     q = room.take(p.D * LANES);
-    scores = room.take(block * LANES), turned = room.take(block * LANES), spare = room.take(block * LANES);
+    scores = room.take(block * LANES), turned = room.take(block * LANES);
     keys = room.take(block * padded(p.D));
     rows = room.take(LANES * padded(p.D));
   }
@@ -55,7 +55,7 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
         for (Run run = next_run(cells.some, 0); run.cells; run = next_run(cells.some, run.first + run.cells)) {
           int64_t start = run.first * CELL, n = keys_of(run, keys);
           product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, at.q, LANES, at.scores, LANES, p.D);
-          if (adjusts || cells.some != cells.every) adjust(p, s, block, run, cells.every, at.scores, LANES, nullptr, at.spare);
+          if (adjusts || cells.some != cells.every) adjust(p, s, block, run, cells.every, at.scores, LANES, nullptr);
           for (int64_t i = 0; i < n; i++)
             for (int j = 0; j < N; j++) {
               float* place = at.scores + i * LANES + j * W;
