@@ -126,9 +126,12 @@ class Arguments {
     for (std::size_t i = 0; i < values.size(); i++) values[i] = static_cast<std::int64_t>(list[i]);
     return values;
   }
-  std::vector<Tensor> tensors() {
-    const List list(*next_++);
+  std::vector<Tensor> optional_tensors() {  // an empty list where there is none
+    const auto boxed = as<StableIValue*>(*next_++);
     std::vector<Tensor> values;
+    if (boxed == nullptr) return values;
+    const List list(*boxed);
+    delete boxed;
     values.reserve(list.size());
     for (std::size_t i = 0; i < list.size(); i++) values.emplace_back(as<TensorHandle>(list[i]));
     return values;

@@ -250,9 +250,11 @@ void weights_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Results(stack).tensor(std::move(weights));
 }
 
-#define MULTIHEAD_CALL                                                                                             \
-  "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? q_positions, Tensor? k_positions, int[] mask, " \
-  "Tensor[] tables, float scale, float softcap, float dropout, Tensor? seed"
+// Few arguments are quickly read, so what a plain call has no need of has a default.
+#define MULTIHEAD_CALL                                                                                        \
+  "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? slopes=None, Tensor? q_positions=None, "          \
+  "Tensor? k_positions=None, int[] mask=[], Tensor[]? tables=None, float scale=1.0, float softcap=0.0, "         \
+  "float dropout=0.0, Tensor? seed=None"
 
 // Runs when the library is loaded, where nothing may be thrown. PyTorch prints what it could not register, and
 // calling it fails.
@@ -262,12 +264,12 @@ struct Registration {
     if (aoti_torch_library_init_fragment("multihead", __FILE__, __LINE__, &definitions) != 0) return;
     aoti_torch_library_def(definitions, "isa() -> str");
     aoti_torch_library_def(definitions, "isas() -> str");
-    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ", bool wants_rest) -> (Tensor, Tensor, Tensor)");
+    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ", bool wants_rest=False) -> (Tensor, Tensor, Tensor)");
     aoti_torch_library_def(
         definitions,
         "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor lse, " MULTIHEAD_CALL
-        ", bool wants_bias) -> (Tensor, Tensor, Tensor, Tensor)");
-    aoti_torch_library_def(definitions, "weights(Tensor lse, " MULTIHEAD_CALL ", bool average) -> Tensor");
+        ", bool wants_bias=False) -> (Tensor, Tensor, Tensor, Tensor)");
+    aoti_torch_library_def(definitions, "weights(Tensor lse, " MULTIHEAD_CALL ", bool average=False) -> Tensor");
     if (aoti_torch_library_init_impl("multihead", "CompositeExplicitAutograd", __FILE__, __LINE__, &everywhere) != 0) {
       return;
     }

@@ -60,7 +60,7 @@ Call::Call(Arguments& in)
       q_positions(in.optional_tensor()),
       k_positions(in.optional_tensor()),
       mask(in.integers()),
-      tables(in.tensors()),
+      tables(in.optional_tensors()),
       scale(in.number()),
       softcap(in.number()),
       dropout(in.number()),

@@ -75,6 +75,11 @@ class Request:
         self.needs_lse, self.definition, self.sizes = needs_lse, definition, sizes
         self.needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing acts on scores and weights but the scale."""
+        return self.mask is None and self.bias is None and self.softcap is None and not self.dropout
+
     def positions(self) -> tuple[Tensor, Tensor]:
         """q_positions (L,) or (B, L), k_positions (S,) or (B, S)."""
         given_q, given_k = self._positions

@@ -19,6 +19,7 @@ import torch
 import multihead
 
 NAME = "libmultihead_native.so"
+OPERATIONS = ("forward", "backward", "weights")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def _look() -> _Found:
         return _Found(why_not=path)
     try:
         torch.ops.load_library(str(path))
+        for operation in OPERATIONS:
+            getattr(torch.ops.multihead, operation)  # one that PyTorch could not register is not there
         return _Found(tuple(torch.ops.multihead.isas().split(",")), torch.ops.multihead.isa())
     except Exception as error:  # whatever goes wrong, multihead works without
         said = str(error.__cause__ or error)
