@@ -174,9 +174,6 @@ class Results {
  public:
   explicit Results(StableIValue* stack) : next_(stack) {}
 
-  Results& integer(std::int64_t value) { return raw(value); }
-  Results& number(double value) { return raw(value); }
-  Results& boolean(bool value) { return raw(static_cast<std::uint64_t>(value)); }
   Results& tensor(Tensor value) { return raw(value.release()); }
   Results& text(const std::string& value) {
     StringHandle handle = nullptr;

@@ -36,9 +36,9 @@ struct BackwardRoom {
   float *q, *grad_out;              // of each strip, [D][LANES] and [V][LANES]: for products with keys and values
   float *q_panels, *grad_panels;    // of the row block, [panel of LANES columns][rows][LANES]: for dK and dV
   float* grad_q;                    // of each strip, [D][LANES]
-  float *base, *delta;              // of each row: lse in units of log2, delta
+  float *top, *log_sum, *delta;     // of each row
   float *weights, *grad_scores;     // [KEY_BLOCK][rows]
-  float *slope, *keys, *values, *rows;
+  float *slope, *keys, *values, *rows, *one_row;
   float *sum_k, *sum_v;             // dK and dV of the head, where they can't be summed in place
   int64_t q_size, v_size, q_panels_count, v_panels_count, row_count;
 
@@ -47,21 +47,31 @@ struct BackwardRoom {
     used = used < STRIPS ? used : STRIPS;
     row_count = used * LANES;
     q_panels_count = (p.D + LANES - 1) / LANES, v_panels_count = (p.V + LANES - 1) / LANES;
-    q_size = p.D * LANES, v_size = p.V * LANES;
+    q_size = padded(p.D) * LANES, v_size = p.V * LANES;
     strips = room.take<Strip>(used);
     q = room.take(used * q_size), grad_out = room.take(used * v_size);
     q_panels = room.take(q_panels_count * row_count * LANES), grad_panels = room.take(v_panels_count * row_count * LANES);
     grad_q = room.take(used * q_size);
-    base = room.take(row_count), delta = room.take(row_count);
+    top = room.take(row_count), log_sum = room.take(row_count), delta = room.take(row_count);
     int64_t block = p.S < KEY_BLOCK ? p.S : KEY_BLOCK;
     weights = room.take(block * row_count), grad_scores = room.take(block * row_count);
     slope = room.take(p.softcap > 0 ? block * row_count : 0);
     keys = room.take(block * padded(p.D)), values = room.take(block * padded(p.V));
-    rows = room.take(2 * LANES * (padded(p.D) > padded(p.V) ? padded(p.D) : padded(p.V)));
-    sum_k = room.take(is_plain(p.grad_k) ? 0 : p.S * p.D);
-    sum_v = room.take(is_plain(p.grad_v) ? 0 : p.S * p.V);
+    int64_t wide = p.D > p.V ? p.D : p.V;
+    rows = room.take((LANES + 1) * wide), one_row = room.take(p.V);
+    sum_k = room.take(!p.grad_k.data || is_plain(p.grad_k) ? 0 : p.S * p.D);
+    sum_v = room.take(!p.grad_v.data || is_plain(p.grad_v) ? 0 : p.S * p.V);
   }
 };
+
+INLINE float dot(const float* a, const float* b, int64_t n) {
+  Floats sums = {};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) sums += load(a + i) * load(b + i);
+  float sum = sum_of(sums);
+  for (; i < n; i++) sum += a[i] * b[i];
+  return sum;
+}
 
 // A row as columns of panels [panel][rows][LANES], the last one filled up with zeros.
 static void to_panels(const float* row, int64_t width, float factor, float* panels, int64_t row_count, int64_t at) {
@@ -75,61 +85,48 @@ static void to_panels(const float* row, int64_t width, float factor, float* pane
 
 // All that is known of a strip's rows before keys are looked at. Rows that see nothing have no weights and take no part:
 // zeros stand in for what their q and dO hold.
-static void open_rows(const Problem& p, const Strip& s, int index, const BackwardRoom& at) {
-  const float *q_rows[LANES], *grad_rows[LANES];
-  float* zeros = at.rows;
+static void open_rows(const Problem& p, const Strip& s, int index, bool few, const BackwardRoom& at) {
   int64_t wide = p.D > p.V ? p.D : p.V;
+  float *zeros = at.rows, *room = at.rows + wide;
   memset(zeros, 0, size_t(wide) * sizeof(float));
+  const float *q_rows[LANES], *grad_rows[LANES];
+  bool takes_part[LANES];
   for (int i = 0; i < LANES; i++) {
-    int64_t row = index * LANES + i;
-    int64_t place = (s.b * p.H + s.h[i]) * p.L + s.l[i];
-    bool takes_part = i < s.count && p.lse[place] != -INF;
-    at.base[row] = takes_part ? p.lse[place] * LOG2_E : 0;
+    int64_t row = index * LANES + i, place = (s.b * p.H + s.h[i]) * p.L + s.l[i];
+    takes_part[i] = i < s.count && p.state[place] != -INF;
+    at.top[row] = takes_part[i] ? p.state[place] : 0;
+    at.log_sum[row] = takes_part[i] ? p.state[p.B * p.H * p.L + place] : 0;
     at.delta[row] = 0;
-    q_rows[i] = grad_rows[i] = zeros;
-    if (takes_part) {
-      // Of out and dO one row at a time is needed twice, for delta and for its panels.
-      float* own = at.rows + wide;
-      const float* out = read_row(p.out, s.b, s.h[i], s.l[i], p.V, own);
-      float* other = at.rows + 2 * wide;
-      const float* grad = read_row(p.grad_out, s.b, s.h[i], s.l[i], p.V, other);
-      Floats sum = {};
-      int64_t c = 0;
-      for (; c + W <= p.V; c += W) sum += load(out + c) * load(grad + c);
-      float delta = sum_of(sum);
-      for (; c < p.V; c++) delta += out[c] * grad[c];
-      if (p.rest.data) {
-        const float* rest = read_row(p.rest, s.b, s.h[i], s.l[i], p.V, own);
-        for (c = 0; c < p.V; c++) delta += rest[c] * grad[c];
-      }
-      at.delta[row] = delta - (p.grad_lse ? p.grad_lse[place] : 0);
-    }
+    grad_rows[i] = zeros;
+    if (!takes_part[i]) continue;
+    grad_rows[i] = read_row(p.grad_out, s.b, s.h[i], s.l[i], p.V, room + i * wide);
+    at.delta[row] = dot(grad_rows[i], read_row(p.out, s.b, s.h[i], s.l[i], p.V, at.one_row), p.V);
+    if (p.rest.data) at.delta[row] += dot(grad_rows[i], read_row(p.rest, s.b, s.h[i], s.l[i], p.V, at.one_row), p.V);
+    if (p.grad_lse) at.delta[row] -= p.grad_lse[place];
   }
-  // dO and q by turns through one room: LANES rows of either.
-  float* room = at.rows + wide;
-  for (int i = 0; i < LANES; i++)
-    if (i < s.count && p.lse[(s.b * p.H + s.h[i]) * p.L + s.l[i]] != -INF)
-      grad_rows[i] = read_row(p.grad_out, s.b, s.h[i], s.l[i], p.V, room + i * p.V);
-  transpose_in(grad_rows, p.V, 1.0f, at.grad_out + index * at.v_size, LANES);
+  transpose_in(grad_rows, p.V, 1.0f, at.grad_out + index * at.v_size);
   for (int i = 0; i < LANES; i++) to_panels(grad_rows[i], p.V, 1.0f, at.grad_panels, at.row_count, index * LANES + i);
-  for (int i = 0; i < LANES; i++)
-    if (i < s.count && p.lse[(s.b * p.H + s.h[i]) * p.L + s.l[i]] != -INF)
-      q_rows[i] = read_row(p.q, s.b, s.h[i], s.l[i], p.D, room + i * p.D);
-  transpose_in(q_rows, p.D, query_factor(p), at.q + index * at.q_size, LANES);
+  for (int i = 0; i < LANES; i++)  // in the same room: the rows of dO are packed by now
+    q_rows[i] = takes_part[i] ? read_row(p.q, s.b, s.h[i], s.l[i], p.D, room + i * wide) : zeros;
+  if (few)
+    copy_queries(p, s, at.q);
+  else
+    transpose_in(q_rows, p.D, query_factor(p), at.q + index * at.q_size);
   for (int i = 0; i < LANES; i++) to_panels(q_rows[i], p.D, p.scale, at.q_panels, at.row_count, index * LANES + i);
   memset(at.grad_q + index * at.q_size, 0, size_t(at.q_size) * sizeof(float));
 }
 
 // From scores to weights, and from dO V^T to the gradient by the scores: both in place, for n keys of one strip.
-static __attribute__((noinline)) void weights_and_gradient(const Problem& p, const Strip& s, int64_t first, int64_t n, float* weights, float* grad,
-                                 int64_t ld, const float* base, const float* delta) {
+static __attribute__((noinline)) void weights_and_gradient(const Problem& p, const Strip& s, int64_t first, int64_t n,
+                                                           float* weights, float* grad, int64_t ld, const float* top,
+                                                           const float* log_sum, const float* delta) {
   for (int64_t k = 0; k < n; k += 4) {
     Ints kept[4][N];
     if (p.has_dropout) draw(p, s, first + k, kept);
     for (int64_t i = 0; i < 4 && k + i < n; i++)
       for (int j = 0; j < N; j++) {
         float *w = weights + (k + i) * ld + j * W, *g = grad + (k + i) * ld + j * W;
-        Floats weight = power(load(w) - load(base + j * W)), from_out = load(g);
+        Floats weight = power((load(w) - load(top + j * W)) - load(log_sum + j * W)), from_out = load(g);
         if (p.has_dropout) {
           from_out = (Floats)((Ints)(from_out * p.keep_scale) & kept[i][j]);
           store(w, (Floats)((Ints)(weight * p.keep_scale) & kept[i][j]));
@@ -219,7 +216,7 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
                      int64_t first_key_block, int64_t last_key_block, unsigned wanted, void* memory) {
   Room room(memory);
   BackwardRoom at(p, room);
-  bool adjusts = p.softcap > 0 || p.bias.data || p.slopes, good = true;
+  bool few = is_few(p), good = true;  // few: the same sums as in the forward pass, to the bit
 
   float *grad_k = at.sum_k, *grad_v = at.sum_v;
   int64_t k_step = p.D, v_step = p.V;
@@ -244,10 +241,10 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
       for (int i = 0; i < strips; i++) cells[i] = look(p, at.strips[i], block), some |= cells[i].some;
       if (!some) continue;
       if (!is_open)
-        for (int i = 0; i < strips; i++) open_rows(p, at.strips[i], i, at);
+        for (int i = 0; i < strips; i++) open_rows(p, at.strips[i], i, few, at);
       is_open = true;
-      int64_t first = block * KEY_BLOCK, keys = p.S - first < KEY_BLOCK ? p.S - first : KEY_BLOCK;
-      Rows k = read_keys(p, p.k, b, head, first, keys, some, p.D, false, at.keys);
+      int64_t first = block * KEY_BLOCK, keys = keys_in(p, block);
+      Rows k = read_keys(p, p.k, b, head, first, keys, some, p.D, few, at.keys);
       Rows v = read_keys(p, p.v, b, head, first, keys, some, p.V, false, at.values);
       for (int i = 0; i < strips; i++) {
         const Strip& s = at.strips[i];
@@ -257,10 +254,16 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
           int64_t start = run.first * CELL, n = keys_of(run, keys), place = start * at.row_count + i * LANES;
           float *weights = at.weights + place, *grad = at.grad_scores + place;
           float* slope = p.softcap > 0 ? at.slope + place : nullptr;
-          product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, weights, at.row_count, p.D);
-          if (adjusts || own != cells[i].every) adjust(p, s, block, run, cells[i].every, weights, at.row_count, slope);
+          if (few) {
+            memset(weights, 0, size_t(n * LANES) * sizeof(float));
+            dots(p, s.count, q, k.data + start * k.step, k.step, n, weights);
+          } else {
+            product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, weights, at.row_count, p.D);
+          }
+          if (adjusts(p) || own != cells[i].every) adjust(p, s, block, run, cells[i].every, weights, at.row_count, slope);
           product<Along::depth, Into::fresh>(n, v.data + start * v.step, v.step, grad_out, LANES, grad, at.row_count, p.V);
-          weights_and_gradient(p, s, first + start, n, weights, grad, at.row_count, at.base + i * LANES, at.delta + i * LANES);
+          weights_and_gradient(p, s, first + start, n, weights, grad, at.row_count, at.top + i * LANES,
+                               at.log_sum + i * LANES, at.delta + i * LANES);
           if (wanted & GRAD_BIAS) add_to_bias(p, s, first + start, n, grad, at.row_count);
           if (slope)
             for (int64_t key = 0; key < n; key++)
@@ -279,9 +282,13 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
       const Strip& s = at.strips[i];
       float* grad_q = at.grad_q + i * at.q_size;
       if (!is_open) memset(grad_q, 0, size_t(at.q_size) * sizeof(float));
-      Ints bad = {};
-      for (int64_t c = 0; c < at.q_size; c += W) {
-        Floats x = load(grad_q + c) * p.scale;
+      Ints bad = {}, takes_part[N];
+      for (int j = 0; j < LANES; j++) {
+        float top = p.state[(b * p.H + s.h[j]) * p.L + s.l[j]];
+        takes_part[j / W][j % W] = -int32_t(top != -INF);
+      }
+      for (int64_t c = 0; c < p.D * LANES; c += W) {  // rows that see nothing are zeros, whatever the keys hold
+        Floats x = (Floats)((Ints)(load(grad_q + c) * p.scale) & takes_part[c / W % N]);
         bad |= not_finite(x);
         store(grad_q + c, x);
       }

@@ -15,11 +15,10 @@
 namespace multihead {
 namespace MULTIHEAD_ISA {
 
-constexpr int64_t FEW = LANES < 8 ? LANES : 8;  // rows, up to which this is faster
+constexpr int64_t FEW = 8;  // rows, up to which this is faster
+static_assert(FEW <= LANES, "they are one strip");
 
 static bool is_few(const Problem& p) { return p.G * p.L <= FEW; }
-
-INLINE int64_t padded(int64_t width) { return (width + W - 1) / W * W; }
 
 // q of a strip as [rows][D], times the factor of the scores.
 static void copy_queries(const Problem& p, const Strip& s, float* to) {
@@ -135,7 +134,7 @@ static float* part_of(const Problem& p, int64_t b, int64_t head, int64_t part, i
   return p.partial + ((((b * p.K + head) * p.parts + part) * p.G * p.L) + row) * (2 + p.V);
 }
 
-static void keep_part(const Problem& p, const Strip& s, int64_t part, const float* top, const float* sum, float* out,
+static void keep_part(const Problem& p, const Strip& s, int64_t part, const float* top, const float* sum, const float* out,
                       bool few, float* room) {
   const float* rows = out;
   int64_t width = padded(p.V);

@@ -17,7 +17,6 @@
 namespace multihead {
 namespace MULTIHEAD_ISA {
 
-constexpr int ROWS_AT_ONCE = 64;  // share the keys of a block while they are in the cache
 constexpr int STRIPS = ROWS_AT_ONCE / LANES;
 
 static int64_t row_blocks(const Problem& p) { return (p.G * p.L + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE; }
@@ -42,7 +41,7 @@ static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, So
   for (int j = 0; j < N; j++) {
     changes |= any(top[j] != state.top[j]);
     base[j] = top[j] == -INF ? Floats{} : top[j];  // rows that have seen nothing yet
-    shrink[j] = power_below_one(state.top[j] - base[j]);
+    shrink[j] = power(state.top[j] - base[j]);
     state.top[j] = top[j];
   }
   Floats sum[N] = {}, other[N] = {};
@@ -57,7 +56,7 @@ static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, So
         for (int64_t i = 0; i < 4 && k + i < n; i++)
           for (int j = 0; j < N; j++) {
             float* place = line + (k + i) * LANES + j * W;
-            Floats weight = power_below_one(load(place) - base[j]);
+            Floats weight = power(load(place) - base[j]);
             sum[j] += weight;
             store(place, (Floats)((Ints)weight & kept[i][j]));
           }
@@ -66,14 +65,14 @@ static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, So
     }
     for (; k + 2 <= n; k += 2, line += 2 * LANES)
       for (int j = 0; j < N; j++) {
-        Floats a = power_below_one(load(line + j * W) - base[j]);
-        Floats b = power_below_one(load(line + LANES + j * W) - base[j]);
+        Floats a = power(load(line + j * W) - base[j]);
+        Floats b = power(load(line + LANES + j * W) - base[j]);
         store(line + j * W, a), store(line + LANES + j * W, b);
         sum[j] += a, other[j] += b;
       }
     for (; k < n; k++, line += LANES)
       for (int j = 0; j < N; j++) {
-        Floats a = power_below_one(load(line + j * W) - base[j]);
+        Floats a = power(load(line + j * W) - base[j]);
         store(line + j * W, a);
         sum[j] += a;
       }
@@ -91,7 +90,7 @@ struct ForwardRoom {
   int64_t q_size, out_size;
 
   ForwardRoom(const Problem& p, Room& room) {
-    int64_t d = (p.D + W - 1) / W * W, v = (p.V + W - 1) / W * W;
+    int64_t d = padded(p.D), v = padded(p.V);
     int64_t strips_used = (p.G * p.L + LANES - 1) / LANES;
     strips_used = strips_used < STRIPS ? strips_used : STRIPS;
     q_size = d * LANES, out_size = v * LANES;
@@ -118,7 +117,7 @@ static void pack_queries(const Tensor4& t, const Strip& s, int64_t width, float 
       rows[i] = room + i * width;
     }
   }
-  transpose_in(rows, width, factor, to, LANES);
+  transpose_in(rows, width, factor, to);
 }
 
 // [width][LANES] as rows: where they belong in `t`, or, if they can't be written there, side by side in `room`.
@@ -144,27 +143,29 @@ static void write_rest(const Problem& p, const Strip& s, int row, const float* e
   }
 }
 
-// Divide by the sums and write. False: something is not finite.
+// Divide by the sums and write. Rows that have seen nothing are zeros, whatever the values hold. False: something is not
+// finite.
 static bool finish(const Problem& p, const Strip& s, const Softmax& state, float* out, bool few, float* room) {
   Floats factor[N];
-  Ints bad = {};
+  Ints is_blind[N], bad = {};
   for (int j = 0; j < N; j++) {
-    factor[j] = state.sum[j] == 0.0f ? Floats{} : p.keep_scale / state.sum[j];
+    is_blind[j] = state.sum[j] == 0.0f;
+    factor[j] = is_blind[j] ? Floats{} : p.keep_scale / state.sum[j];
     bad |= not_finite(factor[j]);
   }
   const float* rows = out;
-  int64_t step = (p.V + W - 1) / W * W;
+  int64_t step = padded(p.V);
   if (few) {
     for (int i = 0; i < s.count; i++)
       for (int64_t c = 0; c < step; c += W) {
-        Floats x = load(out + i * step + c) * factor[i / W][i % W];
+        Floats x = is_blind[i / W][i % W] ? Floats{} : load(out + i * step + c) * factor[i / W][i % W];
         bad |= not_finite(x);
         store(out + i * step + c, x);
       }
   } else {
     for (int64_t c = 0; c < p.V; c++)
       for (int j = 0; j < N; j++) {
-        Floats x = load(out + c * LANES + j * W) * factor[j];
+        Floats x = is_blind[j] ? Floats{} : load(out + c * LANES + j * W) * factor[j];
         bad |= not_finite(x);
         store(out + c * LANES + j * W, x);
       }
@@ -175,8 +176,13 @@ static bool finish(const Problem& p, const Strip& s, const Softmax& state, float
   for (int i = 0; i < s.count; i++) {
     if (!is_written) write_row(p.out, s.b, s.h[i], s.l[i], p.V, rows + i * step);
     if (p.rest.data) write_rest(p, s, i, rows + i * step);
+    int64_t place = (s.b * p.H + s.h[i]) * p.L + s.l[i];
     float sum = state.sum[i / W][i % W], top = state.top[i / W][i % W];
-    p.lse[(s.b * p.H + s.h[i]) * p.L + s.l[i]] = top == -INF && sum == 0 ? -INF : top * LN_2 + __builtin_logf(sum);
+    bool blind = is_blind[i / W][i % W];
+    p.lse[place] = blind ? -INF : top * LN_2 + __builtin_logf(sum);
+    if (!p.state) continue;
+    p.state[place] = blind ? -INF : top;
+    p.state[p.B * p.H * p.L + place] = blind ? 0 : __builtin_log2f(sum);
   }
   return !any(bad);
 }
@@ -200,7 +206,6 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
   }
   if (few) memset(at.scores, 0, size_t((p.S < KEY_BLOCK ? p.S : KEY_BLOCK) * LANES) * sizeof(float));
 
-  bool adjusts = p.softcap > 0 || p.bias.data || p.slopes;
   int64_t last_key = p.S, block = 0;
   if (p.parts > 1) {
     block = part * p.part_keys / KEY_BLOCK;
@@ -211,7 +216,7 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
     uint32_t some = 0;
     for (int i = 0; i < strips; i++) cells[i] = look(p, at.strips[i], block), some |= cells[i].some;
     if (!some) continue;
-    int64_t first = block * KEY_BLOCK, keys = p.S - first < KEY_BLOCK ? p.S - first : KEY_BLOCK;
+    int64_t first = block * KEY_BLOCK, keys = keys_in(p, block);
     Rows k = read_keys(p, p.k, b, head, first, keys, some, p.D, few, at.keys);
     Rows v = read_keys(p, p.v, b, head, first, keys, some, p.V, few, at.values);
     for (int i = 0; i < strips; i++) {
@@ -226,7 +231,7 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
           dots(p, s.count, q, k.data + start * k.step, k.step, n, scores);
         else
           product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, scores, LANES, p.D);
-        if (adjusts || own != cells[i].every) adjust(p, s, block, run, cells[i].every, scores, LANES, nullptr);
+        if (adjusts(p) || own != cells[i].every) adjust(p, s, block, run, cells[i].every, scores, LANES, nullptr);
       }
       Floats shrink[N];
       if (weigh(p, s, at.states[i], own, block, keys, at.scores, shrink)) {
@@ -262,7 +267,7 @@ static bool combine(const Problem& p, int64_t b, int64_t head, void* memory) {
   Room room(memory);
   Strip& s = *room.take<Strip>(1);
   Softmax state;
-  int64_t v = (p.V + W - 1) / W * W, rows = p.G * p.L;
+  int64_t v = padded(p.V), rows = p.G * p.L;
   float* out = room.take(LANES * v);
   bool good = true;
   for (int64_t first = 0; first < rows; first += LANES) {
@@ -278,7 +283,7 @@ static bool combine(const Problem& p, int64_t b, int64_t head, void* memory) {
       memset(row, 0, size_t(v) * sizeof(float));
       for (int64_t part = 0; part < p.parts; part++) {
         const float* found = part_of(p, b, head, part, first + i);
-        float factor = power_below_one(all(found[0] - base))[0];
+        float factor = power(all(found[0] - base))[0];
         sum[i] += factor * found[1];
         for (int64_t c = 0; c < p.V; c++) row[c] += factor * found[2 + c];
       }

@@ -4,10 +4,6 @@
 #include <stdexcept>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 namespace multihead {
 
 namespace {
@@ -18,18 +14,11 @@ struct Candidate {
   const Kernel* (*kernel)();
 };
 
-#if defined(__x86_64__)
-bool has_f16c() {  // by hand, as older compilers do not know it by name
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-}
-#endif
-
 // All compiled kernels, the best first.
 const std::vector<Candidate>& candidates() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   static const std::vector<Candidate> all = {

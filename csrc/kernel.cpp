@@ -7,8 +7,6 @@
 
 #define MULTIHEAD_JOIN_(a, b) a##b
 #define MULTIHEAD_JOIN(a, b) MULTIHEAD_JOIN_(a, b)
-#define MULTIHEAD_STRING_(a) #a
-#define MULTIHEAD_STRING(a) MULTIHEAD_STRING_(a)
 
 namespace multihead {
 namespace MULTIHEAD_ISA {
@@ -28,9 +26,7 @@ static size_t scratch_bytes(const Problem& p, bool with_backward) {
   return room.used > other.used ? room.used : other.used;
 }
 
-static const Kernel kernel = {
-    MULTIHEAD_STRING(MULTIHEAD_ISA), row_blocks, scratch_bytes, forward, combine, find_seen, backward, weights,
-};
+static const Kernel kernel = {row_blocks, scratch_bytes, forward, combine, find_seen, backward, weights};
 
 }  // namespace MULTIHEAD_ISA
 

@@ -14,6 +14,8 @@ constexpr int64_t CELL = 8;
 constexpr int64_t CELLS = 24;  // to a block: one bit each in a uint32_t
 constexpr int64_t KEY_BLOCK = CELL * CELLS;
 
+constexpr int ROWS_AT_ONCE = 64;  // share the keys of a block while they are in the cache
+
 constexpr int MAX_STEPS = 32;  // of a mask
 constexpr int MAX_DEPTH = 8;   // operands that wait for their operation
 
@@ -74,7 +76,10 @@ struct Problem {
   int64_t B, H, K, G, L, S, D, V;
   Tensor4 q, k, v, out;
   Tensor4 rest;  // what out lost when it was rounded to a narrow dtype, for the backward pass; data null: not wanted
-  float* lse;  // (B, H, L), contiguous
+  float* lse;    // (B, H, L), contiguous
+  float* state;  // (2, B, H, L), contiguous, or null: of each row the largest score and log2 of the sum of
+                 // 2^(score - largest), in units of log2. One number for both, as lse is, would be too coarse to make
+                 // weights of where scores are large.
 
   float scale, softcap;  // softcap 0: none
   Bias bias;
@@ -99,7 +104,7 @@ struct Problem {
 
   // The weights, where they are what is asked for: (B, H, L, S), or their mean over heads (B, L, S).
   float* weights;
-  bool averages;
+  bool average;
 
   // Few queries against many keys: the keys of one row are shared out in `parts`, whose results wait here.
   int64_t parts;
@@ -111,7 +116,6 @@ struct Problem {
 enum Wanted : unsigned { GRAD_Q = 1, GRAD_KV = 2, GRAD_BIAS = 4 };
 
 struct Kernel {
-  const char* name;
   // All rows of a key/value head, G * L, are cut into blocks; a forward item is one block of one head.
   int64_t (*row_blocks)(const Problem&);
   size_t (*scratch_bytes)(const Problem&, bool with_backward);

@@ -144,7 +144,7 @@ static Cells in_table_row(const uint8_t* table, int64_t step, int64_t keys) {
     uint64_t word;
     memcpy(&word, table + c * CELL, CELL);
     found.some |= uint32_t(word != 0) << c;
-    // A byte of 0 borrows when 1 is taken from it; bools are 0 or 1.
+    // Bools are bytes of 0 or 1.
     found.every |= uint32_t(word == 0x0101010101010101u) << c;
   }
   return found;
@@ -196,7 +196,7 @@ static Cells look_by_kind(const Problem& p, const Strip& s, int n, int64_t block
 
 // Which cells of a block of keys a strip sees.
 static Cells look(const Problem& p, const Strip& s, int64_t block) {
-  int64_t left = p.S - block * KEY_BLOCK, keys = left < KEY_BLOCK ? left : KEY_BLOCK;
+  int64_t keys = keys_in(p, block);
   uint32_t there = ALL_CELLS >> (CELLS - (keys + CELL - 1) / CELL);
   if (!p.mask_steps) return {there, there};
   Cells stack[MAX_DEPTH];

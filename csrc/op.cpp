@@ -21,7 +21,7 @@ class Scratch {
   ~Scratch() { std::free(memory_); }
 
   void* of(std::size_t bytes) {
-    if (bytes > size_ || size_ > KEPT) {
+    if (bytes > size_) {
       std::free(memory_);
       size_ = (bytes + 4095) / 4096 * 4096;
       memory_ = std::aligned_alloc(4096, size_);
@@ -31,6 +31,11 @@ class Scratch {
       }
     }
     return memory_;
+  }
+  void let_go() {
+    if (size_ <= KEPT) return;
+    std::free(memory_);
+    memory_ = nullptr, size_ = 0;
   }
 
  private:
@@ -54,13 +59,14 @@ bool run(std::int64_t items, double products, std::size_t bytes, const Work& wor
     void* memory = scratch.of(bytes);
     bool own = true;
     for (std::int64_t item = next++; item < items; item = next++) own &= work(item, memory);
+    scratch.let_go();
     if (!own) good = false;
   };
-  const std::int64_t helpers = products < FEW_PRODUCTS ? 1 : std::min<std::int64_t>(threads(), items);
-  if (helpers <= 1) {
+  const std::int64_t workers = products < FEW_PRODUCTS ? 1 : std::min<std::int64_t>(threads(), items);
+  if (workers <= 1) {
     some(0, 1);
   } else {
-    parallel(helpers, 1, some);
+    parallel(workers, 1, some);
   }
   return good;
 }
@@ -81,7 +87,8 @@ bool hides(const Problem& p) { return p.mask_steps > 0 || p.bias.data != nullptr
 
 // (B, heads, length, width) in the order in memory in which `like` has heads and tokens: one of
 // (B, heads, length, width) and (B, length, heads, width).
-Tensor empty_like(const Tensor& like) {
+Tensor empty_like(const Tensor& like, bool is_wanted) {
+  if (!is_wanted) return Tensor::empty({0}, like.dtype());
   const std::int64_t heads = like.size(1), length = like.size(2), width = like.size(3);
   const bool tokens_first = like.stride(1) < like.stride(2);
   return Tensor::empty(
@@ -90,23 +97,27 @@ Tensor empty_like(const Tensor& like) {
       like.dtype());
 }
 
-// The numbers of a tensor that has one for each row, (B, H, L), contiguous.
-const float* rows_of(const Problem& p, const char* name, const Tensor& tensor) {
-  const bool fits = tensor.dim() == 3 && tensor.size(0) == p.B && tensor.size(1) == p.H && tensor.size(2) == p.L &&
-                    tensor.dtype() == aoti_torch_dtype_float32();
-  const bool dense = fits && (tensor.stride(2) == 1 || p.L == 1) && (tensor.stride(1) == p.L || p.H == 1) &&
-                     (tensor.stride(0) == p.H * p.L || p.B == 1);
-  if (!fits || (!dense && p.B * p.H * p.L > 0)) {
-    throw std::runtime_error(std::string("multihead: ") + name + ": expected (B, H, L), float32, contiguous");
+// The numbers of a tensor of these sizes, one after the other.
+const float* numbers_of(const char* name, const Tensor& tensor, const std::vector<std::int64_t>& sizes) {
+  bool fits = tensor.dtype() == aoti_torch_dtype_float32() && tensor.sizes() == sizes;
+  std::int64_t step = 1;
+  for (std::size_t i = sizes.size(); fits && i-- > 0;) {
+    fits = sizes[i] <= 1 || tensor.stride(static_cast<std::int64_t>(i)) == step;
+    step *= sizes[i];
   }
+  if (!fits && step != 0) throw std::runtime_error(std::string("multihead: ") + name + ": expected another shape, float32, contiguous");
   return tensor.data<float>();
+}
+
+float* state_of(const Problem& p, const Tensor& state) {  // it is only read
+  return const_cast<float*>(numbers_of("state", state, {2, p.B, p.H, p.L}));
 }
 
 // How the keys of a row are shared out where there are few rows. By sizes alone, so that results do not depend on threads.
 void share_out(Problem& p, std::vector<float>& partial) {
   constexpr std::int64_t PART = 4 * KEY_BLOCK;
   p.parts = 1;
-  if (p.G * p.L > 64 || p.B * p.K >= 32 || p.S < 2 * PART) return;
+  if (p.G * p.L > ROWS_AT_ONCE || p.B * p.K >= 32 || p.S < 2 * PART) return;
   p.part_keys = PART;
   p.parts = (p.S + PART - 1) / PART;
   partial.resize(static_cast<std::size_t>(p.B * p.K * p.parts * p.G * p.L * (2 + p.V)));
@@ -116,7 +127,7 @@ void share_out(Problem& p, std::vector<float>& partial) {
 void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments in(stack);
   const Call call(in);
-  const bool wants_rest = in.boolean();
+  const bool wants_state = in.boolean();
   Setup setup(call);
   Problem& p = setup.problem;
   const Kernel& isa = kernel();
@@ -124,9 +135,13 @@ void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   // The layout in which the heads are joined without a copy.
   Tensor out = Tensor::empty({p.B, p.H, p.L, p.V}, {p.L * p.H * p.V, p.V, p.H * p.V, 1}, call.q.dtype());
   Tensor lse = Tensor::empty({p.B, p.H, p.L}, aoti_torch_dtype_float32());
-  p.out = setup.four(out), p.lse = lse.write<float>();
-  const bool has_rest = wants_rest && p.out.dtype != Dtype::f32;
-  Tensor rest = has_rest ? Tensor::empty(out.sizes(), out.strides(), out.dtype()) : Tensor::empty({0}, out.dtype());
+  // What a backward pass and the weights are made of: the state of each row, and what out lost when it was rounded.
+  const auto nothing = std::vector<std::int64_t>{0};
+  Tensor state = Tensor::empty(
+      wants_state ? std::vector<std::int64_t>{2, p.B, p.H, p.L} : nothing, aoti_torch_dtype_float32());
+  p.out = setup.four(out), p.lse = lse.write<float>(), p.state = wants_state ? state.write<float>() : nullptr;
+  const bool has_rest = wants_state && p.out.dtype != Dtype::f32;
+  Tensor rest = has_rest ? Tensor::empty(out.sizes(), out.strides(), out.dtype()) : Tensor::empty(nothing, out.dtype());
   if (has_rest) p.rest = setup.four(rest);
   std::vector<float> partial;
   share_out(p, partial);
@@ -146,7 +161,7 @@ void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
     leave_out_unseen(setup, bytes);
     once();
   }
-  Results(stack).tensor(std::move(out)).tensor(std::move(lse)).tensor(std::move(rest));
+  Results(stack).tensor(std::move(out)).tensor(std::move(lse)).tensor(std::move(state)).tensor(std::move(rest));
 }
 
 void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -155,22 +170,25 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const std::optional<Tensor> grad_lse = in.optional_tensor();
   const Tensor out = in.tensor();
   const std::optional<Tensor> rest = in.optional_tensor();
-  const Tensor lse = in.tensor();
+  const Tensor state = in.tensor();
   const Call call(in);
-  const bool wants_bias = in.boolean();
+  const auto wanted = static_cast<unsigned>(in.integer());
   Setup setup(call);
   Problem& p = setup.problem;
   const Kernel& isa = kernel();
 
-  p.lse = const_cast<float*>(rows_of(p, "lse", lse));
-  if (grad_lse) p.grad_lse = rows_of(p, "grad_lse", *grad_lse);
+  const bool wants_q = wanted & GRAD_Q, wants_kv = wanted & GRAD_KV, wants_bias = wanted & GRAD_BIAS;
+  p.state = state_of(p, state);
+  if (grad_lse) p.grad_lse = numbers_of("grad_lse", *grad_lse, {p.B, p.H, p.L});
   p.out = setup.four("out", out, p.H, p.L, p.V), p.grad_out = setup.four("grad_out", grad_out, p.H, p.L, p.V);
   if (rest) p.rest = setup.four("rest", *rest, p.H, p.L, p.V);
   if (wants_bias && !call.bias) throw std::runtime_error("multihead: there is no bias to have a gradient");
 
-  Tensor grad_q = empty_like(call.q), grad_k = empty_like(call.k), grad_v = empty_like(call.v);
+  Tensor grad_q = empty_like(call.q, wants_q), grad_k = empty_like(call.k, wants_kv);
+  Tensor grad_v = empty_like(call.v, wants_kv);
   Tensor grad_bias = Tensor::empty(wants_bias ? call.bias->sizes() : std::vector<std::int64_t>{0}, aoti_torch_dtype_float32());
-  p.grad_q = setup.four(grad_q), p.grad_k = setup.four(grad_k), p.grad_v = setup.four(grad_v);
+  if (wants_q) p.grad_q = setup.four(grad_q);
+  if (wants_kv) p.grad_k = setup.four(grad_k), p.grad_v = setup.four(grad_v);
   std::int64_t bias_size = 0;
   if (wants_bias) {
     p.grad_bias = grad_bias.write<float>();
@@ -189,20 +207,23 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   // Several heads (or pieces of one) that add to the same numbers of the bias: a pass of its own for it.
   const auto& step = p.grad_bias_stride;
   const bool shares_bias = wants_bias && ((p.B > 1 && step[0] == 0) || (p.K > 1 && step[1] == 0) || !by_heads);
-  const unsigned with_heads = GRAD_Q | GRAD_KV | (wants_bias && !shares_bias ? unsigned(GRAD_BIAS) : 0u);
+  const unsigned with_heads = wanted & ~(shares_bias ? unsigned(GRAD_BIAS) : 0u);
 
   const auto once = [&] {
     std::fill_n(p.grad_bias, bias_size, 0.0f);
     bool good = true;
-    if (by_heads) {
+    if (by_heads && with_heads != 0) {
       good = run(heads, 3 * products(p), bytes, [&](std::int64_t head, void* memory) {
         return isa.backward(p, head / p.K, head % p.K, 0, rows, 0, keys, with_heads, memory);
       });
-    } else {
-      good = run(heads * keys, 2 * products(p), bytes, [&](std::int64_t item, void* memory) {
+    }
+    if (!by_heads && wants_kv) {
+      good &= run(heads * keys, 2 * products(p), bytes, [&](std::int64_t item, void* memory) {
         const std::int64_t head = item / keys, key = item % keys;
         return isa.backward(p, head / p.K, head % p.K, 0, rows, key, key + 1, GRAD_KV, memory);
       });
+    }
+    if (!by_heads && wants_q) {
       good &= run(heads * rows, 2 * products(p), bytes, [&](std::int64_t item, void* memory) {
         const std::int64_t head = item / rows, row = item % rows;
         return isa.backward(p, head / p.K, head % p.K, row, row + 1, 0, keys, GRAD_Q, memory);
@@ -210,7 +231,7 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
     }
     if (shares_bias) {
       const bool by_keys = step[3] != 0;
-      run(by_keys ? keys : 1, products(p), bytes, [&](std::int64_t key, void* memory) {
+      good &= run(by_keys ? keys : 1, products(p), bytes, [&](std::int64_t key, void* memory) {
         for (std::int64_t head = 0; head < heads; head++) {
           isa.backward(p, head / p.K, head % p.K, 0, rows, by_keys ? key : 0, by_keys ? key + 1 : keys, GRAD_BIAS, memory);
         }
@@ -228,23 +249,22 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void weights_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments in(stack);
-  const Tensor lse = in.tensor();
+  const Tensor state = in.tensor();
   const Call call(in);
-  const bool averages = in.boolean();
+  const bool average = in.boolean();
   Setup setup(call);
   Problem& p = setup.problem;
   const Kernel& isa = kernel();
-  p.lse = const_cast<float*>(rows_of(p, "lse", lse));
-  p.averages = averages;
+  p.state = state_of(p, state);
+  p.average = average;
   Tensor weights = Tensor::empty(
-      averages ? std::vector<std::int64_t>{p.B, p.L, p.S} : std::vector<std::int64_t>{p.B, p.H, p.L, p.S},
+      average ? std::vector<std::int64_t>{p.B, p.L, p.S} : std::vector<std::int64_t>{p.B, p.H, p.L, p.S},
       aoti_torch_dtype_float32());
   p.weights = weights.write<float>();
-  constexpr std::int64_t QUERIES = 64;
-  const std::int64_t blocks = (p.L + QUERIES - 1) / QUERIES;
+  const std::int64_t blocks = (p.L + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   run(p.B * blocks, products(p), isa.scratch_bytes(p, false), [&](std::int64_t item, void* memory) {
-    const std::int64_t first = item % blocks * QUERIES;
-    isa.weights(p, item / blocks, first, std::min(first + QUERIES, p.L), memory);
+    const std::int64_t first = item % blocks * ROWS_AT_ONCE;
+    isa.weights(p, item / blocks, first, std::min<std::int64_t>(first + ROWS_AT_ONCE, p.L), memory);
     return true;
   });
   Results(stack).tensor(std::move(weights));
@@ -264,12 +284,12 @@ struct Registration {
     if (aoti_torch_library_init_fragment("multihead", __FILE__, __LINE__, &definitions) != 0) return;
     aoti_torch_library_def(definitions, "isa() -> str");
     aoti_torch_library_def(definitions, "isas() -> str");
-    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ", bool wants_rest=False) -> (Tensor, Tensor, Tensor)");
+    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ", bool wants_state=False) -> (Tensor, Tensor, Tensor, Tensor)");
     aoti_torch_library_def(
         definitions,
-        "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor lse, " MULTIHEAD_CALL
-        ", bool wants_bias=False) -> (Tensor, Tensor, Tensor, Tensor)");
-    aoti_torch_library_def(definitions, "weights(Tensor lse, " MULTIHEAD_CALL ", bool average=False) -> Tensor");
+        "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor state, " MULTIHEAD_CALL
+        ", int wanted=3) -> (Tensor, Tensor, Tensor, Tensor)");
+    aoti_torch_library_def(definitions, "weights(Tensor state, " MULTIHEAD_CALL ", bool average=False) -> Tensor");
     if (aoti_torch_library_init_impl("multihead", "CompositeExplicitAutograd", __FILE__, __LINE__, &everywhere) != 0) {
       return;
     }

@@ -29,15 +29,15 @@ Dtype dtype_of(const char* name, const Tensor& tensor) {
   return Dtype::f16;
 }
 
-// A number for each token, (length,) or (1, length) or (B, length), as doubles; the rows of the batch one after the other.
-template <typename T>
-std::vector<double> numbers(const Tensor& tensor) {
+// A number for each token, (length,) or (1, length) or (B, length); the rows of the batch one after the other.
+template <typename T, typename As>
+std::vector<As> numbers(const Tensor& tensor) {
   const std::int64_t rows = tensor.dim() == 2 ? tensor.size(0) : 1, length = tensor.size(-1);
-  std::vector<double> found(static_cast<std::size_t>(rows * length));
+  std::vector<As> found(static_cast<std::size_t>(rows * length));
   for (std::int64_t b = 0; b < rows; b++) {
     for (std::int64_t i = 0; i < length; i++) {
       const std::int64_t place = (tensor.dim() == 2 ? b * tensor.stride(0) : 0) + i * tensor.stride(-1);
-      found[static_cast<std::size_t>(b * length + i)] = static_cast<double>(tensor.data<T>()[place]);
+      found[static_cast<std::size_t>(b * length + i)] = static_cast<As>(tensor.data<T>()[place]);
     }
   }
   return found;
@@ -154,79 +154,98 @@ void Setup::read_positions(const Call& call) {
   if (!asks) return;
   Problem& p = problem;
   Positions& at = p.positions;
-  bool is_float = false, is_double = false;
-  const auto read = [&](const char* name, const Tensor& given, std::int64_t length) {
-    check_tokens(name, given, p.B, length);
-    if (given.dtype() == aoti_torch_dtype_int64()) return numbers<std::int64_t>(given);
-    if (given.dtype() == aoti_torch_dtype_int32()) return numbers<std::int32_t>(given);
-    is_float = true;
-    if (given.dtype() == aoti_torch_dtype_float32()) return numbers<float>(given);
-    require(given.dtype() == aoti_torch_dtype_float64(), name, "int32, int64, float32 or float64");
-    is_double = true;
-    return numbers<double>(given);
+  const auto is_whole = [](const std::optional<Tensor>& given) {
+    return !given || given->dtype() == aoti_torch_dtype_int64() || given->dtype() == aoti_torch_dtype_int32();
   };
-  std::vector<double> q, k;
-  if (call.k_positions) {
-    k = read("k_positions", *call.k_positions, p.S);
+  if (is_whole(call.q_positions) && is_whole(call.k_positions)) {
+    read_whole_positions(call);
   } else {
-    k.resize(static_cast<std::size_t>(p.S));
-    for (std::int64_t s = 0; s < p.S; s++) k[static_cast<std::size_t>(s)] = static_cast<double>(s);
+    read_real_positions(call);
+  }
+  at.k_cells = at.k_stride ? (p.S + CELL - 1) / CELL : 0;
+  at.k_blocks = at.k_stride ? (p.S + KEY_BLOCK - 1) / KEY_BLOCK : 0;
+}
+
+// Both sides, by `read(tensor)`. Where they are not given keys stand at 0 ... S - 1, and queries are the last L keys.
+template <typename T, typename Read>
+Setup::Sides<T> Setup::read_sides(const Call& call, const Read& read) {
+  Problem& p = problem;
+  Sides<T> sides;
+  if (call.k_positions) {
+    check_tokens("k_positions", *call.k_positions, p.B, p.S);
+    sides.k = read(*call.k_positions);
+  } else {
+    for (std::int64_t s = 0; s < p.S; s++) sides.k.push_back(static_cast<T>(s));
   }
   if (call.q_positions) {
-    q = read("q_positions", *call.q_positions, p.L);
-  } else if (call.k_positions) {  // the queries are the last L of the keys
+    check_tokens("q_positions", *call.q_positions, p.B, p.L);
+    sides.q = read(*call.q_positions);
+  } else if (call.k_positions) {
     require(p.L <= p.S, "q_positions", "a tensor, where k_positions is one and L > S");
     const std::int64_t rows = call.k_positions->dim() == 2 ? call.k_positions->size(0) : 1;
-    for (std::int64_t b = 0; b < rows; b++) q.insert(q.end(), k.begin() + (b + 1) * p.S - p.L, k.begin() + (b + 1) * p.S);
+    for (std::int64_t b = 0; b < rows; b++) {
+      sides.q.insert(sides.q.end(), sides.k.begin() + (b + 1) * p.S - p.L, sides.k.begin() + (b + 1) * p.S);
+    }
   } else {
-    q.resize(static_cast<std::size_t>(p.L));
-    for (std::int64_t l = 0; l < p.L; l++) q[static_cast<std::size_t>(l)] = static_cast<double>(p.S - p.L + l);
+    for (std::int64_t l = 0; l < p.L; l++) sides.q.push_back(static_cast<T>(p.S - p.L + l));
   }
-  at.q_stride = static_cast<std::int64_t>(q.size()) > p.L ? p.L : 0;
-  at.k_stride = static_cast<std::int64_t>(k.size()) > p.S ? p.S : 0;
-  at.rounds = is_float && !is_double;
+  p.positions.q_stride = static_cast<std::int64_t>(sides.q.size()) > p.L ? p.L : 0;
+  p.positions.k_stride = static_cast<std::int64_t>(sides.k.size()) > p.S ? p.S : 0;
+  return sides;
+}
 
-  double low = 0, high = 0;
+void Setup::read_whole_positions(const Call& call) {
+  Positions& at = problem.positions;
+  const auto sides = read_sides<std::int64_t>(call, [](const Tensor& given) {
+    return given.dtype() == aoti_torch_dtype_int64() ? numbers<std::int64_t, std::int64_t>(given)
+                                                     : numbers<std::int32_t, std::int64_t>(given);
+  });
   bool is_first = true;
-  for (const auto* side : {&q, &k}) {
-    for (const double x : *side) {
-      low = is_first || x < low ? x : low, high = is_first || x > high ? x : high;
+  std::int64_t high = 0;
+  for (const auto* side : {&sides.q, &sides.k}) {
+    for (const std::int64_t x : *side) {
+      origin_ = is_first || x < origin_ ? x : origin_, high = is_first || x > high ? x : high;
       is_first = false;
     }
   }
-  at.is_wide = is_float || !(high - low < double(1 << 30));
-  if (!at.is_wide) {
-    origin_ = low;
-    for (auto* side : {&q, &k}) {
-      auto& whole = ints_.emplace_back(side->size());
-      for (std::size_t i = 0; i < side->size(); i++) {
-        (*side)[i] -= low;
-        whole[i] = static_cast<std::int32_t>((*side)[i]);
-      }
-      (side == &q ? at.q : at.k) = whole.data();
-    }
+  // Counted from the origin in 64 bits, so that large positions lose nothing: only their distances matter.
+  const auto place = [&](std::int64_t x) { return static_cast<std::uint64_t>(x) - static_cast<std::uint64_t>(origin_); };
+  at.is_wide = place(high) >= std::uint64_t{1} << 30;
+  for (const auto* side : {&sides.q, &sides.k}) {
+    std::vector<double> places(side->size());
+    std::transform(side->begin(), side->end(), places.begin(), [&](std::int64_t x) { return static_cast<double>(place(x)); });
+    const auto& kept = doubles_.emplace_back(std::move(places));
+    const void* data = kept.data();
+    if (!at.is_wide) data = ints_.emplace_back(kept.begin(), kept.end()).data();
+    (side == &sides.q ? at.q : at.k) = data;
+    if (side == &sides.k) at.k_ranges = ranges(kept);
   }
-  at.k_ranges = ranges(k);
-  at.k_cells = at.k_stride ? (p.S + CELL - 1) / CELL : 0;
-  at.k_blocks = at.k_stride ? (p.S + KEY_BLOCK - 1) / KEY_BLOCK : 0;
-  if (at.is_wide) {
-    at.q = doubles_.emplace_back(std::move(q)).data();
-    at.k = doubles_.emplace_back(std::move(k)).data();
+}
+
+void Setup::read_real_positions(const Call& call) {
+  Positions& at = problem.positions;
+  const auto is_double = [](const std::optional<Tensor>& given) { return given && given->dtype() == aoti_torch_dtype_float64(); };
+  at.is_wide = true;
+  at.rounds = !is_double(call.q_positions) && !is_double(call.k_positions);  // as PyTorch's float32 distances do
+  auto sides = read_sides<double>(call, [&](const Tensor& given) {
+    if (given.dtype() == aoti_torch_dtype_float32()) return numbers<float, double>(given);
+    if (given.dtype() == aoti_torch_dtype_float64()) return numbers<double, double>(given);
+    if (given.dtype() == aoti_torch_dtype_int32()) return numbers<std::int32_t, double>(given);
+    require(given.dtype() == aoti_torch_dtype_int64(), "positions", "int32, int64, float32 or float64");
+    return numbers<std::int64_t, double>(given);
+  });
+  for (auto* side : {&sides.q, &sides.k}) {
+    if (at.rounds) std::transform(side->begin(), side->end(), side->begin(), [](double x) { return double(float(x)); });
+    const auto& kept = doubles_.emplace_back(std::move(*side));
+    (side == &sides.q ? at.q : at.k) = kept.data();
+    if (side == &sides.k) at.k_ranges = ranges(kept);
   }
 }
 
 std::vector<std::int64_t> Setup::read_ids(const Tensor& ids, std::int64_t length) const {
   check_tokens("documents", ids, problem.B, length);
   require(ids.dtype() == aoti_torch_dtype_int64(), "documents", "int64");
-  const std::int64_t rows = ids.dim() == 2 ? ids.size(0) : 1;
-  std::vector<std::int64_t> found(static_cast<std::size_t>(rows * length));
-  for (std::int64_t b = 0; b < rows; b++) {
-    for (std::int64_t i = 0; i < length; i++) {
-      const std::int64_t place = (ids.dim() == 2 ? b * ids.stride(0) : 0) + i * ids.stride(-1);
-      found[static_cast<std::size_t>(b * length + i)] = ids.data<std::int64_t>()[place];
-    }
-  }
-  return found;
+  return numbers<std::int64_t, std::int64_t>(ids);
 }
 
 // Ids in 32 bits. Only whether two are equal matters, so those that do not fit are counted through.
@@ -274,21 +293,24 @@ void Setup::read_mask(const Call& call) {
     require(depth >= 1 && depth <= MAX_DEPTH, "mask", "an operation for what it is given, and not too much at once");
     switch (step.kind) {
       case MaskKind::window: {
-        const auto bound = [&](std::int64_t n) {  // where positions are 32 bits wide, more than any distance says no more
-          return p.positions.is_wide ? static_cast<double>(n) : std::min(static_cast<double>(n), 2147483646.0);
-        };
+        // Where positions are 32 bits wide, a bound beyond all distances says as much as none.
+        const double none = p.positions.is_wide ? std::numeric_limits<double>::infinity() : 2147483646.0;
+        const auto bound = [&](std::int64_t n) { return n == INT64_MAX ? none : std::min(static_cast<double>(n), none); };
         const std::int64_t left = number(), right = number();
         step.left = bound(left), step.right = bound(right);
-        if (left == INT64_MAX) step.left = p.positions.is_wide ? std::numeric_limits<double>::infinity() : 2147483646.0;
-        if (right == INT64_MAX) step.right = p.positions.is_wide ? std::numeric_limits<double>::infinity() : 2147483646.0;
         break;
       }
       case MaskKind::lengths:
       case MaskKind::prefix: {
         const std::int64_t index = number(), n = number();
+        // Prefixes are counted from the positions' origin.
+        const bool moves = step.kind == MaskKind::prefix;
+        const auto place = [&](std::int64_t one) {
+          return moves ? static_cast<double>(static_cast<__int128>(one) - origin_) : static_cast<double>(one);
+        };
         auto& found = doubles_.emplace_back();
         if (index < 0) {
-          found.push_back(static_cast<double>(n));
+          found.push_back(place(n));
         } else {
           require(index < static_cast<std::int64_t>(call.tables.size()), "mask", "the number of a table");
           const Tensor& given = call.tables[static_cast<std::size_t>(index)];
@@ -296,10 +318,8 @@ void Setup::read_mask(const Call& call) {
           const std::int64_t rows = given.dim() ? given.size(0) : 1;
           require(rows == 1 || rows == p.B, "mask", "a length for each row of the batch, or one");
           for (std::int64_t b = 0; b < rows; b++)
-            found.push_back(static_cast<double>(given.data<std::int64_t>()[given.dim() ? b * given.stride(0) : 0]));
+            found.push_back(place(given.data<std::int64_t>()[given.dim() ? b * given.stride(0) : 0]));
         }
-        if (step.kind == MaskKind::prefix)
-          for (double& one : found) one -= origin_;
         step.numbers = found.data(), step.stride[0] = found.size() > 1;
         break;
       }

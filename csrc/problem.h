@@ -40,7 +40,16 @@ class Setup {
 
  private:
   void read_mask(const Call& call);
+  template <typename T>
+  struct Sides {
+    std::vector<T> q, k;
+  };
+
   void read_positions(const Call& call);
+  template <typename T, typename Read>
+  Sides<T> read_sides(const Call& call, const Read& read);
+  void read_whole_positions(const Call& call);
+  void read_real_positions(const Call& call);
   void read_dropout(const Call& call);
   std::vector<std::int64_t> read_ids(const Tensor& ids, std::int64_t length) const;
   static std::vector<std::int32_t> narrow(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& others);
@@ -49,7 +58,7 @@ class Setup {
   std::deque<std::vector<double>> doubles_;  // deques: what is in them stays where it is
   std::deque<std::vector<std::int32_t>> ints_;
   std::vector<std::uint8_t> seen_;
-  double origin_ = 0;  // of the positions
+  std::int64_t origin_ = 0;  // of whole positions; 0 where they are real numbers
 };
 
 }  // namespace multihead

@@ -91,12 +91,15 @@ INLINE int64_t keys_of(Run run, int64_t keys_in_block) {
   return left < wanted ? left : wanted;
 }
 
+// Whether anything but the mask acts on the scores.
+INLINE bool adjusts(const Problem& p) { return p.softcap > 0 || p.bias.data || p.slopes; }
+
 // All of it for one run of a block. `scores` and `slope` point to the run's first key; `slope` (or null) is given the
 // softcap's derivative at each score.
 static void adjust(const Problem& p, const Strip& s, int64_t block, Run run, uint32_t every, float* scores, int64_t ld,
                    float* slope) {
   int64_t first = block * KEY_BLOCK + run.first * CELL;
-  int64_t left = p.S - block * KEY_BLOCK, keys = keys_of(run, left < KEY_BLOCK ? left : KEY_BLOCK);
+  int64_t keys = keys_of(run, keys_in(p, block));
   if (p.softcap > 0) {
     float height = p.softcap * LOG2_E;
     for (int64_t k = 0; k < keys; k++)
@@ -125,7 +128,7 @@ static void find_seen(const Problem& p, int64_t b, int64_t head, void* memory) {
   for (int64_t row = 0; row < p.G * p.L; row += LANES) {
     open_strip(p, b, head, row, s);
     for (int64_t block = 0; block * KEY_BLOCK < p.S; block++) {
-      int64_t left = p.S - block * KEY_BLOCK, keys = left < KEY_BLOCK ? left : KEY_BLOCK;
+      int64_t keys = keys_in(p, block);
       Cells cells = look(p, s, block);
       for (Run run = next_run(cells.some, 0); run.cells; run = next_run(cells.some, run.first + run.cells)) {
         int64_t n = keys_of(run, keys);

@@ -42,6 +42,9 @@ INLINE uint16_t to_f16(float x) {  // to the nearest, ties to even
   return uint16_t(sign | found);
 }
 
+// Up to whole vectors.
+INLINE int64_t padded(int64_t width) { return (width + W - 1) / W * W; }
+
 INLINE int64_t offset_of(const Tensor4& t, int64_t b, int64_t head, int64_t token) {
   return b * t.stride[0] + head * t.stride[1] + token * t.stride[2];
 }
@@ -100,6 +103,12 @@ struct Rows {
   int64_t step;
 };
 
+// How many keys a block has; the last of a head may have fewer.
+INLINE int64_t keys_in(const Problem& p, int64_t block) {
+  int64_t left = p.S - block * KEY_BLOCK;
+  return left < KEY_BLOCK ? left : KEY_BLOCK;
+}
+
 // Keys (or values) first .. first + n of a head. Read in place where they can be, else the cells in `cells` are copied
 // to `room`, rows `width` rounded up to W apart. Keys that `seen` knows nobody sees are zeros: what they hold must not
 // come back as 0 * NaN.
@@ -107,7 +116,7 @@ static Rows read_keys(const Problem& p, const Tensor4& t, int64_t b, int64_t hea
                       uint32_t cells, int64_t width, bool whole_vectors, float* room) {
   if (is_plain(t) && !p.seen && (!whole_vectors || width % W == 0))
     return {(const float*)t.data + offset_of(t, b, head, first), t.stride[2]};
-  int64_t step = (width + W - 1) / W * W;
+  int64_t step = padded(width);
   const uint8_t* seen = p.seen ? p.seen + (b * p.K + head) * p.S + first : nullptr;
   for (int64_t i = 0; i < n; i++) {
     if (!(cells >> (i / CELL) & 1)) continue;

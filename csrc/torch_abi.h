@@ -52,7 +52,6 @@ std::int32_t aoti_torch_dtype_bfloat16();
 std::int32_t aoti_torch_dtype_float16();
 std::int32_t aoti_torch_dtype_int64();
 std::int32_t aoti_torch_dtype_int32();
-std::int32_t aoti_torch_dtype_uint8();
 std::int32_t aoti_torch_dtype_bool();
 
 // Lists and strings.
@@ -66,5 +65,4 @@ std::int32_t torch_parallel_for(
     std::int64_t begin, std::int64_t end, std::int64_t grain_size,
     void (*function)(std::int64_t begin, std::int64_t end, void* context), void* context);
 std::int32_t torch_get_num_threads(std::uint32_t*);
-std::int32_t torch_get_thread_idx(std::uint32_t*);
 }

@@ -9,8 +9,6 @@
 
 #if defined(__AVX2__) || defined(__AVX512F__) || defined(__SSE2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
 #endif
 
 namespace multihead {
@@ -33,7 +31,6 @@ typedef float Floats __attribute__((vector_size(W * 4)));
 typedef int32_t Ints __attribute__((vector_size(W * 4)));
 typedef uint32_t Words __attribute__((vector_size(W * 4)));
 typedef float FloatsAnywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
-typedef int32_t IntsAnywhere __attribute__((vector_size(W * 4), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -58,6 +55,7 @@ INLINE Floats larger(Floats a, Floats b) {
 #endif
 }
 
+// Likewise.
 INLINE Floats smaller(Floats a, Floats b) { return -larger(-a, -b); }
 
 INLINE bool any(Ints x) {
@@ -96,16 +94,8 @@ INLINE Power split(Floats x) {
   return {(Floats)((Ints)sum << 23), x - (sum - magic)};
 }
 
-// 2^x, and 0 from x = -127 on down. NaN stays NaN.
+// 2^x for x that are 0 at most (but for rounding), and 0 from x = -127 on down. NaN stays NaN.
 INLINE Floats power(Floats x) {
-  x = larger(all(-127.0f), x);
-  x = -larger(all(-127.0f), -x);
-  Power p = split(x);
-  return p.whole * (power_slope(p.fraction) * p.fraction + 1.0f);
-}
-
-// The same for x that are known to be 0 at most.
-INLINE Floats power_below_one(Floats x) {
   Power p = split(larger(all(-127.0f), x));
   return p.whole * (power_slope(p.fraction) * p.fraction + 1.0f);
 }
@@ -113,8 +103,7 @@ INLINE Floats power_below_one(Floats x) {
 // tanh(x) = e / (e + 2) with e = exp(2 x) - 1, which is made without cancellation near 0.
 INLINE Floats tanh_of(Floats x) {
   Floats y = x * (2 * LOG2_E);
-  y = larger(all(-60.0f), y);
-  y = -larger(all(-60.0f), -y);
+  y = smaller(all(60.0f), larger(all(-60.0f), y));
   Power p = split(y);
   Floats e = p.whole * (power_slope(p.fraction) * p.fraction) + (p.whole - 1.0f);
   return e / (e + 2.0f);
@@ -163,18 +152,18 @@ INLINE void turn(Line (&x)[SIDE]) {
 #endif
 }
 
-// to[j * ld + i] = from[i][j] * factor for LANES rows of n numbers.
-static void transpose_in(const float* const* from, int64_t n, float factor, float* to, int64_t ld) {
+// to[j * LANES + i] = from[i][j] * factor for LANES rows of n numbers.
+static void transpose_in(const float* const* from, int64_t n, float factor, float* to) {
   for (int i = 0; i < LANES; i += SIDE) {
     int64_t j = 0;
     for (; j + SIDE <= n; j += SIDE) {
       Line square[SIDE];
       for (int k = 0; k < SIDE; k++) square[k] = load_line(from[i + k] + j) * factor;
       turn(square);
-      for (int k = 0; k < SIDE; k++) store_line(to + (j + k) * ld + i, square[k]);
+      for (int k = 0; k < SIDE; k++) store_line(to + (j + k) * LANES + i, square[k]);
     }
     for (; j < n; j++)
-      for (int k = 0; k < SIDE; k++) to[j * ld + i + k] = from[i + k][j] * factor;
+      for (int k = 0; k < SIDE; k++) to[j * LANES + i + k] = from[i + k][j] * factor;
   }
 }
 

@@ -168,9 +168,8 @@ def attention_weights(
             _check_sinks(sinks, q)
         if sinks is None and _by_native(request):
             with torch.no_grad():
-                _, lse = native.run(request)
-            assert lse is not None
-            weights = native.weights(request, lse, average=False)
+                _, _, state = native.attend(request)
+            weights = native.weights(request, state, average=False)
         elif sinks is None and not rows.refusals(request):
             _, weights = rows.attend(request, average=False, with_out=False)
         else:
@@ -211,9 +210,8 @@ def attention_with_mean_weights(
             # With dropout only where `attention` takes it too: asking for weights may not change what is drawn.
             taken = _first(request) is small if dropout else small.is_small(request, small.MOST_WITH_WEIGHTS)
             if _by_native(request):
-                out, lse = native.run(request)
-                assert lse is not None
-                mean = native.weights(request, lse, average=True)
+                out, _, state = native.attend(request)
+                mean = native.weights(request, state, average=True)
             elif taken and not small.refusals(request):
                 out, weights = small.attend(request)
                 mean = weights.mean(1)

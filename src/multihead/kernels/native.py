@@ -1,7 +1,7 @@
 """The project's own CPU kernel, in C++ (csrc/): every mask, bias, dropout and lse, forward and backward, in O(L + S).
 
-Here is how PyTorch meets it: two operations, `torch.ops.multihead.forward` and `backward`, the shapes of their results
-for compiled programs, and the autograd function around them. How it computes is told in docs/kernel.md.
+Here is how PyTorch meets it: the operations `torch.ops.multihead.forward`, `backward` and `weights`, and the
+autograd functions around them. How it computes is told in docs/kernel.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from multihead.kernels import library
 from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
+from multihead.kernels.native_shapes import GRAD_BIAS, GRAD_KV, GRAD_Q
 from multihead.kernels.philox import dropout_mask
 from multihead.kernels.postfix import as_postfix
 from multihead.kernels.postfix import refusals as mask_refusals
@@ -24,6 +25,7 @@ from multihead.request import Request
 NAME = "native"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_SOFTCAP = 1e-30  # what is divided by it has to fit a float
 
 
 def refusals(request: Request) -> list[str]:
@@ -36,6 +38,8 @@ def refusals(request: Request) -> list[str]:
         reasons.append(f"the native library is not there: {library.why_not()}")
     if q.dtype not in _DTYPES:
         reasons.append(f"{q.dtype}: it computes in float32")
+    if request.softcap is not None and request.softcap < _LEAST_SOFTCAP:
+        reasons.append(f"softcap={request.softcap}: it takes {_LEAST_SOFTCAP} and more")
     if torch._C._get_tracing_state() is not None:
         reasons.append("torch.jit.trace and ONNX: the program would need the native library where it runs")
     if type(q) is not Tensor and is_traceable_wrapper_subclass(q) and not torch.compiler.is_compiling():
@@ -57,7 +61,7 @@ def tables(request: Request) -> list[str]:
 
 
 class _Scores(NamedTuple):
-    """What both operations are told of the scores, after q, k, v and the bias."""
+    """What the operations are told of the scores, after q, k, v and the bias."""
 
     slopes: Tensor | None
     q_positions: Tensor | None
@@ -73,29 +77,35 @@ class _Scores(NamedTuple):
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
     """(out (B,H,L,V), lse (B,H,L))."""
     if request.is_plain and not request.needs_grad:  # the fewest arguments, for calls that take some microseconds
-        out, lse, _ = torch.ops.multihead.forward.default(request.q, request.k, request.v, scale=request.scale)
+        out, lse, _, _ = torch.ops.multihead.forward.default(request.q, request.k, request.v, scale=request.scale)
         return out, lse
+    out, lse, _ = attend(request, wants_state=False)
+    return out, lse
+
+
+def attend(request: Request, wants_state: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B,H,L,V), lse (B,H,L), and of each row what `weights` needs, (2,B,H,L)."""
     # One number from torch's own generator: dropout repeats under torch.manual_seed and under checkpointing.
     seed = torch.randint(2**62, (), device=request.q.device) if request.dropout else None
     bias, scores = _bias(request), _scores(request, seed)
     q, k, v = request.q, request.k, request.v
     if not _records(request, bias):
-        out, lse, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, False)
-        return out, lse
+        out, lse, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, wants_state)
+        return out, lse, state
     shell = None if torch.compiler.is_compiling() else _shell(request)
     numbers = scores.scale, scores.softcap, scores.dropout
     tensors = scores.slopes, scores.q_positions, scores.k_positions, seed, *scores.tables
     return _Native.apply(q, k, v, bias, shell, scores.steps, *numbers, *tensors)
 
 
-def weights(request: Request, lse: Tensor, average: bool) -> Tensor:
+def weights(request: Request, state: Tensor, average: bool) -> Tensor:
     """The weights before dropout (B, H, L, S) or their mean over heads (B, L, S), float32, of a request that this
-    kernel ran; `lse` (B, H, L) is what it gave. A gradient that comes in through them goes by the definition."""
+    kernel ran; `state` is what `attend` gave. A gradient that comes in through them goes by the definition."""
     bias, scores = _bias(request), _scores(request, None)
     if not _records(request, bias):
-        return torch.ops.multihead.weights.default(lse, request.q, request.k, request.k, bias, *scores, average)
+        return torch.ops.multihead.weights.default(state, request.q, request.k, request.k, bias, *scores, average)
     watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
-    return _Weights.apply(request.q, request.k, bias, lse.detach(), _shell(request), scores, average, *watched)
+    return _Weights.apply(request.q, request.k, bias, state, _shell(request), scores, average, *watched)
 
 
 def _records(request: Request, bias: Tensor | None) -> bool:
@@ -156,19 +166,20 @@ class _Native(torch.autograd.Function):
         k_positions: Tensor | None,
         seed: Tensor | None,
         *tables: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`shell` is the request without its tensors, for second derivatives; a compiled program has none."""
         scores = (slopes, q_positions, k_positions, steps, list(tables), scale, softcap, dropout, seed)
-        out, lse, rest = torch.ops.multihead.forward.default(q, k, v, bias, *scores, True)
+        out, lse, state, rest = torch.ops.multihead.forward.default(q, k, v, bias, *scores, True)
+        ctx.mark_non_differentiable(state)
         rest = None if q.dtype == torch.float32 else rest
-        ctx.save_for_backward(q, k, v, bias, out, rest, lse, slopes, q_positions, k_positions, seed, *tables)
+        ctx.save_for_backward(q, k, v, bias, out, rest, state, slopes, q_positions, k_positions, seed, *tables)
         ctx.shell, ctx.steps, ctx.numbers = shell, steps, (scale, softcap, dropout)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, state
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        q, k, v, bias, out, rest, lse, slopes, q_positions, k_positions, seed, *tables = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
+        q, k, v, bias, out, rest, state, slopes, q_positions, k_positions, seed, *tables = ctx.saved_tensors
         others = (None,) * (9 + len(tables))
         if ctx.shell is not None and needs_definition(grad_out, grad_lse):
             define = functools.partial(_define, ctx.shell, seed)
@@ -177,12 +188,19 @@ class _Native(torch.autograd.Function):
             if grad_lse is None:
                 return None, None, None, None, *others
             grad_out = torch.zeros_like(out)
-        wants_bias = ctx.needs_input_grad[3]
+        wants_q, wants_k, wants_v, wants_bias = ctx.needs_input_grad[:4]
+        wanted = wants_q * GRAD_Q | (wants_k or wants_v) * GRAD_KV | wants_bias * GRAD_BIAS
         grad_q, grad_k, grad_v, grad_bias = torch.ops.multihead.backward.default(
-            grad_out, None if grad_lse is None else grad_lse.contiguous(), out, rest, lse, q, k, v, bias,
-            slopes, q_positions, k_positions, ctx.steps, tables, *ctx.numbers, seed, wants_bias,
+            grad_out, None if grad_lse is None else grad_lse.contiguous(), out, rest, state, q, k, v, bias,
+            slopes, q_positions, k_positions, ctx.steps, tables, *ctx.numbers, seed, wanted,
         )  # fmt: skip
-        return grad_q, grad_k, grad_v, (grad_bias.to(bias.dtype) if wants_bias else None), *others
+        return (
+            grad_q if wants_q else None,
+            grad_k if wants_k else None,
+            grad_v if wants_v else None,
+            grad_bias.to(bias.dtype) if wants_bias else None,
+            *others,
+        )
 
 
 def _define(shell: Request, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
@@ -196,13 +214,13 @@ def _define(shell: Request, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, lse: Tensor, shell: Request, scores: _Scores,
+        ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, state: Tensor, shell: Request, scores: _Scores,
         average: bool, *watched: Tensor,
     ) -> Tensor:  # fmt: skip
         """`watched` are the tensors in `scores`, which the backward pass reads again."""
         ctx.save_for_backward(q, k, bias, *watched)
         ctx.shell = shell
-        return torch.ops.multihead.weights.default(lse, q, k, k, bias, *scores, average)
+        return torch.ops.multihead.weights.default(state, q, k, k, bias, *scores, average)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -215,35 +233,3 @@ class _Weights(torch.autograd.Function):
             return _define(ctx.shell, None, q, k, k[..., :1], bias)
 
         return *differentiable_gradients(define, (q, k, bias), (None, grad, None)), *(None,) * (4 + len(watched))
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """What csrc/op.cpp makes for the gradient of a tensor: heads and tokens in the same order in memory."""
-    if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
-    return tensor.new_empty(tensor.shape)
-
-
-def _forward_shapes(*call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, _, v, *_, wants_rest = call
-    B, H, L, _ = q.shape
-    out = q.new_empty(B, L, H, v.shape[-1]).transpose(1, 2)
-    rest = torch.empty_like(out) if wants_rest and q.dtype != torch.float32 else q.new_empty(0)
-    return out, q.new_empty(B, H, L, dtype=torch.float32), rest
-
-
-def _backward_shapes(*call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, _, _, _, q, k, v, bias, *_, wants_bias = call
-    return _like(q), _like(k), _like(v), q.new_empty(bias.shape if wants_bias else 0, dtype=torch.float32)
-
-
-def _weights_shapes(*call: Any) -> Tensor:
-    _, q, k, *_, average = call
-    B, H, L, _ = q.shape
-    return q.new_empty((B, L, k.shape[2]) if average else (B, H, L, k.shape[2]), dtype=torch.float32)
-
-
-if library.available():  # shapes of the results, for programs that are recorded
-    torch.library.register_fake("multihead::forward", _forward_shapes)
-    torch.library.register_fake("multihead::backward", _backward_shapes)
-    torch.library.register_fake("multihead::weights", _weights_shapes)
