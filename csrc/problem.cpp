@@ -96,7 +96,7 @@ Setup::Setup(const Call& call) {
     require(slopes.dtype() == aoti_torch_dtype_float32(), "slopes", "float32");
     p.slopes = slopes.data<float>();
   }
-  read_positions(call);
+  if (call.slopes) need_positions(call);
   read_mask(call);
   read_dropout(call);
 }
@@ -142,16 +142,9 @@ Ranges Setup::ranges(const std::vector<double>& values) {
   return {by_cell.first, by_cell.second, by_block.first, by_block.second};
 }
 
-void Setup::read_positions(const Call& call) {
-  bool asks = problem.slopes != nullptr;
-  for (std::size_t i = 0; i < call.mask.size();) {  // positions are only made where something follows them
-    const auto kind = static_cast<MaskKind>(call.mask[i]);
-    asks |= kind == MaskKind::window || kind == MaskKind::prefix;
-    i += kind == MaskKind::window || kind == MaskKind::lengths || kind == MaskKind::prefix || kind == MaskKind::documents ? 3
-         : kind == MaskKind::padding || kind == MaskKind::dense                                                          ? 2
-                                                                                                                           : 1;
-  }
-  if (!asks) return;
+// Only called where something follows positions.
+void Setup::need_positions(const Call& call) {
+  if (problem.positions.k != nullptr) return;
   Problem& p = problem;
   Positions& at = p.positions;
   const auto is_whole = [](const std::optional<Tensor>& given) {
@@ -293,6 +286,7 @@ void Setup::read_mask(const Call& call) {
     require(depth >= 1 && depth <= MAX_DEPTH, "mask", "an operation for what it is given, and not too much at once");
     switch (step.kind) {
       case MaskKind::window: {
+        need_positions(call);
         // Where positions are 32 bits wide, a bound beyond all distances says as much as none.
         const double none = p.positions.is_wide ? std::numeric_limits<double>::infinity() : 2147483646.0;
         const auto bound = [&](std::int64_t n) { return n == INT64_MAX ? none : std::min(static_cast<double>(n), none); };
@@ -303,6 +297,7 @@ void Setup::read_mask(const Call& call) {
       case MaskKind::lengths:
       case MaskKind::prefix: {
         const std::int64_t index = number(), n = number();
+        if (step.kind == MaskKind::prefix) need_positions(call);
         // Prefixes are counted from the positions' origin.
         const bool moves = step.kind == MaskKind::prefix;
         const auto place = [&](std::int64_t one) {

@@ -45,7 +45,7 @@ class Setup {
     std::vector<T> q, k;
   };
 
-  void read_positions(const Call& call);
+  void need_positions(const Call& call);
   template <typename T, typename Read>
   Sides<T> read_sides(const Call& call, const Read& read);
   void read_whole_positions(const Call& call);
