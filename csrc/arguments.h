@@ -111,6 +111,13 @@ class Arguments {
 
   std::int64_t integer() { return static_cast<std::int64_t>(*next_++); }
   double number() { return as<double>(*next_++); }
+  std::optional<double> optional_number() {
+    const auto boxed = as<StableIValue*>(*next_++);
+    if (boxed == nullptr) return std::nullopt;
+    const StableIValue value = *boxed;
+    delete boxed;
+    return as<double>(value);
+  }
   bool boolean() { return (*next_++ & 0xff) != 0; }
   Tensor tensor() { return Tensor(as<TensorHandle>(*next_++)); }
   std::optional<Tensor> optional_tensor() {

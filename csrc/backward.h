@@ -109,7 +109,7 @@ static void open_rows(const Problem& p, const Strip& s, int index, bool few, con
   for (int i = 0; i < LANES; i++)  // in the same room: the rows of dO are packed by now
     q_rows[i] = takes_part[i] ? read_row(p.q, s.b, s.h[i], s.l[i], p.D, room + i * wide) : zeros;
   if (few)
-    copy_queries(p, s, at.q);
+    copy_queries(p, s.count, q_rows, at.q);
   else
     transpose_in(q_rows, p.D, query_factor(p), at.q + index * at.q_size);
   for (int i = 0; i < LANES; i++) to_panels(q_rows[i], p.D, p.scale, at.q_panels, at.row_count, index * LANES + i);

@@ -21,14 +21,11 @@ static_assert(FEW <= LANES, "they are one strip");
 static bool is_few(const Problem& p) { return p.G * p.L <= FEW; }
 
 // q of a strip as [rows][D], times the factor of the scores.
-static void copy_queries(const Problem& p, const Strip& s, float* to) {
+static void copy_queries(const Problem& p, int count, const float* const* rows, float* to) {
   float factor = query_factor(p);
   int64_t step = padded(p.D);
-  for (int i = 0; i < s.count; i++) {
-    float* row = to + i * step;
-    copy_row(p.q, offset_of(p.q, s.b, s.h[i], s.l[i]), p.D, row);
-    for (int64_t c = 0; c < step; c++) row[c] = c < p.D ? row[c] * factor : 0;
-  }
+  for (int i = 0; i < count; i++)
+    for (int64_t c = 0; c < step; c++) to[i * step + c] = c < p.D ? rows[i][c] * factor : 0;
 }
 
 INLINE float sum_of(Floats x) {

@@ -106,18 +106,21 @@ struct ForwardRoom {
   }
 };
 
-// q of a strip as [D][LANES], times `factor`. Lanes without a row are zeros.
-static void pack_queries(const Tensor4& t, const Strip& s, int64_t width, float factor, float* to, float* room) {
+// q of a strip, times the factor of the scores: as [rows][D] where they are few, else as [D][LANES], with zeros in lanes
+// without a row.
+static void pack_queries(const Problem& p, const Strip& s, bool few, float* to, float* room) {
   const float* rows[LANES];
   for (int i = 0; i < LANES; i++) {
-    if (i < s.count) {
-      rows[i] = read_row(t, s.b, s.h[i], s.l[i], width, room + i * width);
-    } else {
-      memset(room + i * width, 0, size_t(width) * sizeof(float));
-      rows[i] = room + i * width;
-    }
+    rows[i] = room + i * p.D;
+    if (i < s.count)
+      rows[i] = read_row(p.q, s.b, s.h[i], s.l[i], p.D, room + i * p.D);
+    else
+      memset(room + i * p.D, 0, size_t(p.D) * sizeof(float));
   }
-  transpose_in(rows, width, factor, to);
+  if (few)
+    copy_queries(p, s.count, rows, to);
+  else
+    transpose_in(rows, p.D, query_factor(p), to);
 }
 
 // [width][LANES] as rows: where they belong in `t`, or, if they can't be written there, side by side in `room`.
@@ -181,7 +184,7 @@ static bool finish(const Problem& p, const Strip& s, const Softmax& state, float
     bool blind = is_blind[i / W][i % W];
     p.lse[place] = blind ? -INF : top * LN_2 + __builtin_logf(sum);
     if (!p.state) continue;
-    p.state[place] = blind ? -INF : top;
+    p.state[place] = blind ? -INF : sum != sum ? sum : top;  // -inf is for rows that see nothing alone
     p.state[p.B * p.H * p.L + place] = blind ? 0 : __builtin_log2f(sum);
   }
   return !any(bad);
@@ -197,10 +200,7 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
   for (int i = 0; i < strips; i++) {
     Strip& s = at.strips[i];
     open_strip(p, b, head, first_row + i * LANES, s);
-    if (few)
-      copy_queries(p, s, at.q);
-    else
-      pack_queries(p.q, s, p.D, query_factor(p), at.q + i * at.q_size, at.rows);
+    pack_queries(p, s, few, at.q + i * at.q_size, at.rows);
     for (int j = 0; j < N; j++) at.states[i].top[j] = all(-INF), at.states[i].sum[j] = Floats{};
     memset(at.out + i * at.out_size, 0, size_t(at.out_size) * sizeof(float));
   }

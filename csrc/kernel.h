@@ -36,9 +36,12 @@ struct Ranges {
   const double* block_high;
 };
 
-// Where tokens stand. 32-bit whole numbers, counted from a common origin, wherever they fit; else doubles.
+// Where tokens stand, counted from a common origin: 32-bit whole numbers wherever they fit, else doubles, and whole numbers
+// that these can't tell apart in 64 bits. Of the last ranges are not known: they are from -inf to inf.
+enum class PositionKind { narrow, wide, huge };
+
 struct Positions {
-  bool is_wide;        // doubles
+  PositionKind kind;
   bool rounds;         // distances are rounded to float, as those of float positions are in PyTorch
   const void* q;       // (B or 1, L)
   const void* k;       // (B or 1, S)
@@ -54,8 +57,8 @@ enum class MaskKind { window, lengths, prefix, padding, documents, dense, both, 
 
 struct MaskStep {
   MaskKind kind;
-  double left, right;        // window: bounds of the distance, q - k in -right .. left
-  const double* numbers;     // lengths, prefix: n (B or 1)
+  double left, right;        // window: bounds of the distance, q - k in -right .. left; infinite: none
+  const int64_t* numbers;    // lengths, prefix: n (B or 1), of a prefix counted from the positions' origin
   const uint8_t* table;      // padding (B or 1, S), dense (B or 1, H or 1, L or 1, S or 1)
   int64_t stride[4];         // of the table or the numbers; 0 along an axis of 1
   const int32_t* q_ids;      // documents (B or 1, L), (B or 1, S)

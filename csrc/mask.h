@@ -25,6 +25,7 @@ struct Strip {
   alignas(64) uint32_t counter[2][LANES];  // of the generator: l and b * H + h
   alignas(64) int32_t position[LANES];
   alignas(64) double wide_position[LANES];
+  alignas(64) int64_t huge_position[LANES];
   double low, high;  // of the positions
   int64_t bias[LANES];
   bool bias_is_one;  // all rows have one bias
@@ -69,12 +70,13 @@ static void open_strip(const Problem& p, int64_t b, int64_t head, int64_t first,
     s.low = __builtin_inf(), s.high = -__builtin_inf();
     for (int i = 0; i < LANES; i++) {
       int64_t place = b * at.q_stride + s.l[i];
-      double x = at.is_wide ? ((const double*)at.q)[place] : ((const int32_t*)at.q)[place];
-      s.wide_position[i] = x;
-      if (!at.is_wide) s.position[i] = int32_t(x);
+      double x = __builtin_nan("");
+      if (at.kind == PositionKind::narrow) x = s.position[i] = ((const int32_t*)at.q)[place];
+      if (at.kind == PositionKind::wide) x = s.wide_position[i] = ((const double*)at.q)[place];
+      if (at.kind == PositionKind::huge) s.huge_position[i] = ((const int64_t*)at.q)[place];
       s.low = x < s.low ? x : s.low;
       s.high = x > s.high ? x : s.high;
-      if (x != x) s.low = -__builtin_inf(), s.high = __builtin_inf();  // NaN: the ranges promise nothing
+      if (x != x) s.low = -__builtin_inf(), s.high = __builtin_inf();  // no number: the ranges promise nothing
     }
   }
   for (int n = 0; n < p.mask_steps; n++) {
@@ -113,10 +115,10 @@ INLINE Cells by_ranges(const Ranges& ranges, int64_t cell_base, int64_t block_ba
 }
 
 // The bits of the cells of a block that lie before key n of the whole head.
-INLINE Cells before(double n, int64_t block, int cells) {
+INLINE Cells before(int64_t n, int64_t block, int cells) {
   Cells found = {0, 0};
   for (int c = 0; c < cells; c++) {
-    double first = double(block * KEY_BLOCK + c * CELL);
+    int64_t first = block * KEY_BLOCK + c * CELL;
     found.some |= uint32_t(first < n) << c;
     found.every |= uint32_t(first + CELL - 1 < n) << c;
   }
@@ -152,6 +154,12 @@ static Cells in_table_row(const uint8_t* table, int64_t step, int64_t keys) {
 
 INLINE double distance(const Positions& at, double q, double k) { return at.rounds ? double(float(q - k)) : q - k; }
 
+// The distance of a lane to a key where positions are not narrow.
+INLINE double far_distance(const Positions& at, const Strip& s, int lane, int64_t key) {
+  if (at.kind == PositionKind::wide) return distance(at, s.wide_position[lane], ((const double*)at.k)[key]);
+  return double(s.huge_position[lane] - ((const int64_t*)at.k)[key]);
+}
+
 static Cells look_by_kind(const Problem& p, const Strip& s, int n, int64_t block, int64_t keys) {
   const MaskStep& m = p.mask[n];
   const Positions& at = p.positions;
@@ -164,7 +172,7 @@ static Cells look_by_kind(const Problem& p, const Strip& s, int n, int64_t block
         return far <= m.left && near >= -m.right ? 2 : 1;
       });
     case MaskKind::prefix: {
-      double end = m.numbers[s.b * m.stride[0]];
+      double end = double(m.numbers[s.b * m.stride[0]]);
       return by_ranges(at.k_ranges, s.b * at.k_cells, s.b * at.k_blocks, block, cells,
                        [&](double low, double high) { return low >= end ? 0 : high < end ? 2 : 1; });
     }
@@ -229,11 +237,12 @@ static void see_by_kind(const Problem& p, const Strip& s, int n, int64_t first, 
   int64_t k_row = s.b * at.k_stride + first;
   switch (m.kind) {
     case MaskKind::window: {
-      if (at.is_wide) {
+      if (at.kind != PositionKind::narrow) {
+        bool has_left = m.left != __builtin_inf(), has_right = m.right != __builtin_inf();  // inf - inf is no distance
         for (int64_t k = 0; k < keys; k++)
           for (int i = 0; i < LANES; i++) {
-            double d = distance(at, s.wide_position[i], ((const double*)at.k)[k_row + k]);
-            answer[k][i / W][i % W] = d <= m.left && d >= -m.right ? -1 : 0;
+            double d = far_distance(at, s, i, k_row + k);
+            answer[k][i / W][i % W] = (!has_left || d <= m.left) && (!has_right || d >= -m.right) ? -1 : 0;
           }
         return;
       }
@@ -269,11 +278,13 @@ static void see_by_kind(const Problem& p, const Strip& s, int n, int64_t first, 
     default:  // the kinds that speak of keys alone
       for (int64_t k = 0; k < keys; k++) {
         bool is_seen = false;
-        if (m.kind == MaskKind::lengths) is_seen = double(first + k) < m.numbers[s.b * m.stride[0]];
+        if (m.kind == MaskKind::lengths) is_seen = first + k < m.numbers[s.b * m.stride[0]];
         if (m.kind == MaskKind::padding) is_seen = m.table[s.b * m.stride[0] + (first + k) * m.stride[3]] != 0;
         if (m.kind == MaskKind::prefix) {
-          double k_at = at.is_wide ? ((const double*)at.k)[k_row + k] : ((const int32_t*)at.k)[k_row + k];
-          is_seen = k_at < m.numbers[s.b * m.stride[0]];
+          int64_t n = m.numbers[s.b * m.stride[0]], key = k_row + k;
+          if (at.kind == PositionKind::narrow) is_seen = ((const int32_t*)at.k)[key] < n;
+          if (at.kind == PositionKind::wide) is_seen = ((const double*)at.k)[key] < double(n);
+          if (at.kind == PositionKind::huge) is_seen = ((const int64_t*)at.k)[key] < n;
         }
         for (int j = 0; j < N; j++) answer[k][j] = all_int(-int32_t(is_seen));
       }

@@ -274,7 +274,7 @@ void weights_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
 #define MULTIHEAD_CALL                                                                                        \
   "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? slopes=None, Tensor? q_positions=None, "          \
   "Tensor? k_positions=None, int[] mask=[], Tensor[]? tables=None, float scale=1.0, float softcap=0.0, "         \
-  "float dropout=0.0, Tensor? seed=None"
+  "float dropout=0.0, Tensor? seed=None, float? lowest=None"
 
 // Runs when the library is loaded, where nothing may be thrown. PyTorch prints what it could not register, and
 // calling it fails.

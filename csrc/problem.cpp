@@ -64,7 +64,8 @@ Call::Call(Arguments& in)
       scale(in.number()),
       softcap(in.number()),
       dropout(in.number()),
-      seed(in.optional_tensor()) {}
+      seed(in.optional_tensor()),
+      lowest(in.optional_number()) {}
 
 Setup::Setup(const Call& call) {
   Problem& p = problem;
@@ -89,6 +90,7 @@ Setup::Setup(const Call& call) {
     // Half of the lowest number: models write that one where they mean -inf.
     p.bias.lowest = p.bias.dtype == Dtype::f16 ? -32752.0f : std::numeric_limits<float>::lowest() / 2;
     if (p.bias.dtype == Dtype::bf16) p.bias.lowest = -3.3895313892515355e38f / 2;
+    if (call.lowest) p.bias.lowest = static_cast<float>(*call.lowest);
   }
   if (call.slopes) {
     const Tensor& slopes = *call.slopes;
@@ -203,13 +205,20 @@ void Setup::read_whole_positions(const Call& call) {
   }
   // Counted from the origin in 64 bits, so that large positions lose nothing: only their distances matter.
   const auto place = [&](std::int64_t x) { return static_cast<std::uint64_t>(x) - static_cast<std::uint64_t>(origin_); };
-  at.is_wide = place(high) >= std::uint64_t{1} << 30;
+  const std::uint64_t span = place(high);
+  at.kind = span < std::uint64_t{1} << 30   ? PositionKind::narrow
+            : span < std::uint64_t{1} << 53 ? PositionKind::wide
+                                            : PositionKind::huge;
+  if (at.kind == PositionKind::huge) origin_ = 0;
   for (const auto* side : {&sides.q, &sides.k}) {
-    std::vector<double> places(side->size());
-    std::transform(side->begin(), side->end(), places.begin(), [&](std::int64_t x) { return static_cast<double>(place(x)); });
-    const auto& kept = doubles_.emplace_back(std::move(places));
+    auto& kept = doubles_.emplace_back(side->size(), std::numeric_limits<double>::quiet_NaN());
     const void* data = kept.data();
-    if (!at.is_wide) data = ints_.emplace_back(kept.begin(), kept.end()).data();
+    if (at.kind == PositionKind::huge) {
+      data = longs_.emplace_back(*side).data();
+    } else {
+      std::transform(side->begin(), side->end(), kept.begin(), [&](std::int64_t x) { return static_cast<double>(place(x)); });
+    }
+    if (at.kind == PositionKind::narrow) data = ints_.emplace_back(kept.begin(), kept.end()).data();
     (side == &sides.q ? at.q : at.k) = data;
     if (side == &sides.k) at.k_ranges = ranges(kept);
   }
@@ -218,7 +227,7 @@ void Setup::read_whole_positions(const Call& call) {
 void Setup::read_real_positions(const Call& call) {
   Positions& at = problem.positions;
   const auto is_double = [](const std::optional<Tensor>& given) { return given && given->dtype() == aoti_torch_dtype_float64(); };
-  at.is_wide = true;
+  at.kind = PositionKind::wide;
   at.rounds = !is_double(call.q_positions) && !is_double(call.k_positions);  // as PyTorch's float32 distances do
   auto sides = read_sides<double>(call, [&](const Tensor& given) {
     if (given.dtype() == aoti_torch_dtype_float32()) return numbers<float, double>(given);
@@ -288,7 +297,8 @@ void Setup::read_mask(const Call& call) {
       case MaskKind::window: {
         need_positions(call);
         // Where positions are 32 bits wide, a bound beyond all distances says as much as none.
-        const double none = p.positions.is_wide ? std::numeric_limits<double>::infinity() : 2147483646.0;
+        const bool is_narrow = p.positions.kind == PositionKind::narrow;
+        const double none = is_narrow ? 2147483646.0 : std::numeric_limits<double>::infinity();
         const auto bound = [&](std::int64_t n) { return n == INT64_MAX ? none : std::min(static_cast<double>(n), none); };
         const std::int64_t left = number(), right = number();
         step.left = bound(left), step.right = bound(right);
@@ -300,10 +310,12 @@ void Setup::read_mask(const Call& call) {
         if (step.kind == MaskKind::prefix) need_positions(call);
         // Prefixes are counted from the positions' origin.
         const bool moves = step.kind == MaskKind::prefix;
-        const auto place = [&](std::int64_t one) {
-          return moves ? static_cast<double>(static_cast<__int128>(one) - origin_) : static_cast<double>(one);
+        const auto place = [&](std::int64_t one) {  // what is beyond 64 bits is beyond all positions
+          std::int64_t moved = one;
+          if (moves && __builtin_sub_overflow(one, origin_, &moved)) moved = origin_ < 0 ? INT64_MAX : INT64_MIN;
+          return moved;
         };
-        auto& found = doubles_.emplace_back();
+        auto& found = longs_.emplace_back();
         if (index < 0) {
           found.push_back(place(n));
         } else {

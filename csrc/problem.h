@@ -13,7 +13,7 @@ namespace multihead {
 
 // What `forward` and `backward` have in common, in the order of their schemas:
 //   Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? q_positions, Tensor? k_positions, int[] mask,
-//   Tensor[]? tables, float scale, float softcap, float dropout, Tensor? seed
+//   Tensor[]? tables, float scale, float softcap, float dropout, Tensor? seed, float? lowest
 struct Call {
   Tensor q, k, v;
   std::optional<Tensor> bias, slopes, q_positions, k_positions;
@@ -21,6 +21,7 @@ struct Call {
   std::vector<Tensor> tables;
   double scale, softcap, dropout;
   std::optional<Tensor> seed;
+  std::optional<double> lowest;  // of the bias: this and below hides; by default half of the lowest number of its dtype
 
   explicit Call(Arguments& in);
 };
@@ -57,6 +58,7 @@ class Setup {
 
   std::deque<std::vector<double>> doubles_;  // deques: what is in them stays where it is
   std::deque<std::vector<std::int32_t>> ints_;
+  std::deque<std::vector<std::int64_t>> longs_;
   std::vector<std::uint8_t> seen_;
   std::int64_t origin_ = 0;  // of whole positions; 0 where they are real numbers
 };

@@ -61,9 +61,8 @@ static void add_slopes(const Problem& p, const Strip& s, int64_t first, int64_t 
   for (int64_t k = 0; k < keys; k++)
     for (int j = 0; j < N; j++) {
       Floats far;
-      if (at.is_wide) {
-        for (int i = 0; i < W; i++)
-          far[i] = float(__builtin_fabs(distance(at, s.wide_position[j * W + i], ((const double*)at.k)[k_row + k])));
+      if (at.kind != PositionKind::narrow) {
+        for (int i = 0; i < W; i++) far[i] = float(__builtin_fabs(far_distance(at, s, j * W + i, k_row + k)));
       } else {
         Ints d = *(const Ints*)(s.position + j * W) - ((const int32_t*)at.k)[k_row + k];
         far = __builtin_convertvector(d < 0 ? -d : d, Floats);

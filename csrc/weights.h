@@ -40,10 +40,7 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
       open_strip(p, b, head, row, s);
       int count = int(last_query * p.G - row < s.count ? last_query * p.G - row : s.count);
       bool few = is_few(p);  // the same sums as in the forward pass, to the bit
-      if (few)
-        copy_queries(p, s, at.q);
-      else
-        pack_queries(p.q, s, p.D, query_factor(p), at.q, at.rows);
+      pack_queries(p, s, few, at.q, at.rows);
       alignas(64) float top[LANES], log_sum[LANES], factor[LANES];
       for (int i = 0; i < LANES; i++) {
         int64_t place = (b * p.H + s.h[i]) * p.L + s.l[i];

@@ -7,6 +7,7 @@ autograd functions around them. How it computes is told in docs/kernel.md.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ class _Scores(NamedTuple):
     softcap: float
     dropout: float
     seed: Tensor | None
+    lowest: float | None  # of the bias: this and below hides; None: by its dtype
 
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:
@@ -93,7 +95,7 @@ def attend(request: Request, wants_state: bool = True) -> tuple[Tensor, Tensor, 
         out, lse, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, wants_state)
         return out, lse, state
     shell = None if torch.compiler.is_compiling() else _shell(request)
-    numbers = scores.scale, scores.softcap, scores.dropout
+    numbers = scores.scale, scores.softcap, scores.dropout, scores.lowest
     tensors = scores.slopes, scores.q_positions, scores.k_positions, seed, *scores.tables
     return _Native.apply(q, k, v, bias, shell, scores.steps, *numbers, *tensors)
 
@@ -127,7 +129,9 @@ def _scores(request: Request, seed: Tensor | None) -> _Scores:
     q_at, k_at = (None, None) if request.has_default_positions else map(_countable, request.positions())
     softcap = 0.0 if request.softcap is None else float(request.softcap)
     dropout = 0.0 if seed is None else float(request.dropout)
-    return _Scores(slopes, q_at, k_at, steps, tables, float(request.scale), softcap, dropout, seed)
+    is_narrow = isinstance(request.bias, Tensor) and request.bias.dtype in _DTYPES
+    lowest = None if is_narrow else -math.inf  # those of other dtypes are -inf by then
+    return _Scores(slopes, q_at, k_at, steps, tables, float(request.scale), softcap, dropout, seed, lowest)
 
 
 def _bias(request: Request) -> Tensor | None:
@@ -136,9 +140,13 @@ def _bias(request: Request) -> Tensor | None:
     if bias is None or isinstance(bias, ALiBi):
         return None
     if isinstance(bias, Position):
-        return request.added()
+        bias = request.added()
+        if bias is None:
+            return None
     bias = bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
-    return bias if bias.dtype in _DTYPES else without_lowest(bias).to(torch.float32)
+    if bias.dtype in _DTYPES:
+        return bias
+    return without_lowest(bias).to(torch.float32)
 
 
 def _countable(positions: Tensor) -> Tensor:
@@ -161,6 +169,7 @@ class _Native(torch.autograd.Function):
         scale: float,
         softcap: float,
         dropout: float,
+        lowest: float | None,
         slopes: Tensor | None,
         q_positions: Tensor | None,
         k_positions: Tensor | None,
@@ -168,19 +177,19 @@ class _Native(torch.autograd.Function):
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`shell` is the request without its tensors, for second derivatives; a compiled program has none."""
-        scores = (slopes, q_positions, k_positions, steps, list(tables), scale, softcap, dropout, seed)
+        scores = (slopes, q_positions, k_positions, steps, list(tables), scale, softcap, dropout, seed, lowest)
         out, lse, state, rest = torch.ops.multihead.forward.default(q, k, v, bias, *scores, True)
         ctx.mark_non_differentiable(state)
         rest = None if q.dtype == torch.float32 else rest
         ctx.save_for_backward(q, k, v, bias, out, rest, state, slopes, q_positions, k_positions, seed, *tables)
-        ctx.shell, ctx.steps, ctx.numbers = shell, steps, (scale, softcap, dropout)
+        ctx.shell, ctx.steps, ctx.numbers, ctx.lowest = shell, steps, (scale, softcap, dropout), lowest
         ctx.set_materialize_grads(False)
         return out, lse, state
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
         q, k, v, bias, out, rest, state, slopes, q_positions, k_positions, seed, *tables = ctx.saved_tensors
-        others = (None,) * (9 + len(tables))
+        others = (None,) * (10 + len(tables))
         if ctx.shell is not None and needs_definition(grad_out, grad_lse):
             define = functools.partial(_define, ctx.shell, seed)
             return *differentiable_gradients(define, (q, k, v, bias), (grad_out, None, grad_lse)), *others
@@ -192,7 +201,7 @@ class _Native(torch.autograd.Function):
         wanted = wants_q * GRAD_Q | (wants_k or wants_v) * GRAD_KV | wants_bias * GRAD_BIAS
         grad_q, grad_k, grad_v, grad_bias = torch.ops.multihead.backward.default(
             grad_out, None if grad_lse is None else grad_lse.contiguous(), out, rest, state, q, k, v, bias,
-            slopes, q_positions, k_positions, ctx.steps, tables, *ctx.numbers, seed, wanted,
+            slopes, q_positions, k_positions, ctx.steps, tables, *ctx.numbers, seed, ctx.lowest, wanted,
         )  # fmt: skip
         return (
             grad_q if wants_q else None,

@@ -15,7 +15,7 @@ from multihead.kernels import library
 
 GRAD_Q, GRAD_KV, GRAD_BIAS = 1, 2, 4  # what a backward pass is to find: csrc/kernel.h, enum Wanted
 
-_SCORES = 9  # arguments after the bias and before the operation's own last one
+_SCORES = 10  # arguments after the bias and before the operation's own last one
 
 
 def _like(tensor: Tensor) -> Tensor:
