@@ -181,6 +181,7 @@ class Results {
  public:
   explicit Results(StableIValue* stack) : next_(stack) {}
 
+  Results& integer(std::int64_t value) { return raw(value); }
   Results& tensor(Tensor value) { return raw(value.release()); }
   Results& text(const std::string& value) {
     StringHandle handle = nullptr;

@@ -13,6 +13,8 @@ namespace multihead {
 namespace {
 
 void isa_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isa()); }
+// Changes with the operations and their arguments: kernels/library.py knows by it whether a library fits.
+void interface_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).integer(1); }
 void isas_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isas()); }
 
 // Memory to work in, one piece for each thread, kept from call to call unless it is large.
@@ -284,6 +286,7 @@ struct Registration {
     if (aoti_torch_library_init_fragment("multihead", __FILE__, __LINE__, &definitions) != 0) return;
     aoti_torch_library_def(definitions, "isa() -> str");
     aoti_torch_library_def(definitions, "isas() -> str");
+    aoti_torch_library_def(definitions, "interface() -> int");
     aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ", bool wants_state=False) -> (Tensor, Tensor, Tensor, Tensor)");
     aoti_torch_library_def(
         definitions,
@@ -295,6 +298,7 @@ struct Registration {
     }
     aoti_torch_library_impl(everywhere, "isa", isa_op);
     aoti_torch_library_impl(everywhere, "isas", isas_op);
+    aoti_torch_library_impl(everywhere, "interface", interface_op);
     if (aoti_torch_library_init_impl("multihead", "CPU", __FILE__, __LINE__, &cpu) != 0) return;
     aoti_torch_library_impl(cpu, "forward", forward_op);
     aoti_torch_library_impl(cpu, "backward", backward_op);

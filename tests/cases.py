@@ -9,12 +9,19 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 import multihead as mh
 from multihead import reference
+from multihead.kernels import library
 
+# A kernel among the parameters of a test.
+NATIVE = pytest.param(
+    "native",
+    marks=pytest.mark.skipif(not library.available(), reason=f"there is no native library: {library.why_not()}"),
+)
 HEADS = ((3, 3), (2, 1), (5, 1), (6, 3), (4, 2), (1, 1))
 BATCHES = ((), (1,), (2,), (3,), (2, 3), (1, 2, 1))
 # L, S: square, shorter, longer; on both sides of the 64 queries and 16 keys that the blocks kernel takes at a time
@@ -183,6 +190,16 @@ def own_error(narrow: Case, wide: Case) -> Own:
     error = max(_error(have, want)[0] for found, exact in pairs for have, want in zip(found, exact, strict=True))
     d_out = max(float(_upstream(pairs[0][1][0].shape, up).norm(dim=-1).max()) for up in range(5))
     return Own(error, max(1.0, d_out * float(wide.v.detach().norm(dim=-1).max())))
+
+
+def dtype_of(kernel: str | None) -> torch.dtype:
+    """The widest dtype that a kernel takes."""
+    return torch.float32 if kernel == "native" else torch.float64
+
+
+def roundings(dtype: torch.dtype) -> Own | None:
+    """In place of the error that the reference makes in a dtype, for cases of few and small numbers: some roundings."""
+    return None if dtype == torch.float64 else Own(8 * torch.finfo(dtype).eps, 1.0)
 
 
 def names(case: Case) -> list[str]:

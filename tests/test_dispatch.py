@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
 
 import multihead as mh
-from cases import assert_within_budget, by_kernel, draw
+from cases import NATIVE, assert_within_budget, by_kernel, draw, dtype_of, roundings
 from multihead import reference
+from multihead.kernels import library
 from multihead.request import Request, make_request
 
 choose = sys.modules["multihead.attention"].choose  # the package's attribute of that name is the function
 B, H, K, L, S, D, V = 2, 6, 3, 5, 11, 7, 13
 LONG = 1031
-f64 = torch.float64
+f32, f64 = torch.float32, torch.float64
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-ORDER = ["small", "sdpa", "blocks", "flex", "varlen", "reference"]
+ORDER = ["native", "small", "sdpa", "blocks", "flex", "varlen", "reference"]
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any) -> Request:
@@ -45,6 +47,10 @@ def what_ran(call: Callable[[], object]) -> tuple[str, list[list[int]]]:
     if "aten::_native_multi_head_attention" in names:
         assert not written_out
         return "whole", shapes
+    if "multihead::forward" in names:
+        assert not written_out
+        assert not shapes
+        return "native", shapes
     if "aten::baddbmm" in names:  # with or without lse
         return "small", shapes
     if "_Blocks" in names:
@@ -64,7 +70,7 @@ def tensors(
     V: int = D,
     heads: tuple[int, int] = (H, K),
     batch: int = B,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = f32,
 ) -> list[Tensor]:
     torch.manual_seed(L)
     shapes = [(batch, heads[0], L, D), (batch, heads[1], S, D), (batch, heads[1], S, V)]
@@ -74,7 +80,7 @@ def tensors(
 long = {"L": LONG, "S": LONG, "batch": 1, "heads": (2, 1)}
 table = torch.rand(LONG, LONG, generator=torch.Generator().manual_seed(0))
 CALLS = {
-    # The kernel, what is unlike the sizes above, and what is asked for.
+    # The kernel where the native library was not built, what is unlike the sizes above, and what is asked for.
     "full": ("sdpa", {}, {}),
     "full, long": ("sdpa", long, {}),
     "dropout, long": ("blocks", long, {"dropout": 0.1}),
@@ -118,9 +124,11 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_which_kernel_is_taken(name):
-    """As it is chosen, and as the profiler saw it run."""
+def test_which_kernel_is_taken(name, native):
+    """As it is chosen, and as the profiler saw it run. The native kernel takes all but float64."""
     expected, sizes, options = CALLS[name]
+    if native and sizes.get("dtype") != f64:
+        expected = "native"
     qkv = tensors(**sizes)
     choice = choose(request_of(*qkv, **options))
     assert expected == choice.kernel.NAME, f"{choice.refusals}, {choice.drawbacks}"
@@ -139,15 +147,16 @@ def queries_of(qkv: list[Tensor]) -> int:
     return qkv[0].shape[-2]
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "blocks", "reference"])
+@pytest.mark.parametrize("kernel", [NATIVE, "sdpa", "blocks", "reference"])
 def test_a_kernel_by_name_is_the_one_that_runs(kernel):
     for queries, mask in ((L, None), (131, mh.causal()), (131, mh.window(left=3))):
         qkv = tensors(L=queries, S=131)
         ran, shapes = what_ran(lambda qkv=qkv, mask=mask: mh.attention(*qkv, mask, kernel=kernel))
         assert ran == kernel
-        assert len(shapes) == {"sdpa": 1, "blocks": -(-queries // 64), "reference": 0}[kernel]
+        assert len(shapes) == {"sdpa": 1, "blocks": -(-queries // 64)}.get(kernel, 0)
 
 
+@pytest.mark.usefixtures("without_native")
 def test_blocks_skips_what_is_hidden():
     """The fused operation gets the keys that a block of queries can see, and no others."""
     qkv = tensors(**long)
@@ -159,22 +168,23 @@ def test_blocks_skips_what_is_hidden():
     assert all(k[2] <= 64 + 31 + 2 * 16 for _, k in tiles)
 
 
-def test_transforms_are_left_to_the_definition():
-    qkv = [t.detach() for t in tensors(dtype=f64)]
+@pytest.mark.parametrize("dtype", [f32, f64])
+def test_transforms_are_left_to_the_definition(dtype):
+    qkv = [t.detach() for t in tensors(dtype=dtype)]
     for call in (
         lambda: torch.vmap(mh.attention)(*qkv),
         lambda: torch.func.grad(lambda q: mh.attention(q, *qkv[1:]).sum())(qkv[0]),
     ):
         assert what_ran(call)[0] == "reference"
-    for kernel in ("sdpa", "blocks"):
+    for kernel in ("native", "sdpa", "blocks"):
         with pytest.raises(mh.KernelRefusal, match=r"torch\.func transform"):
             torch.vmap(lambda *t, kernel=kernel: mh.attention(*t, kernel=kernel))(*qkv)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
+@pytest.mark.parametrize("kernel", [NATIVE, "sdpa", "blocks"])
 def test_forward_mode_is_left_to_the_definition(kernel):
-    q, k, v = (t.detach() for t in tensors(dtype=f64))
+    q, k, v = (t.detach() for t in tensors(dtype=dtype_of(kernel)))
     with torch.autograd.forward_ad.dual_level():
         # a dual level alone is no reason to stand aside
         assert what_ran(lambda: mh.attention(q, k, v, kernel=kernel))[0] == kernel
@@ -184,6 +194,7 @@ def test_forward_mode_is_left_to_the_definition(kernel):
         assert what_ran(lambda: mh.attention(q, k, dual))[0] == "reference"
 
 
+@pytest.mark.usefixtures("native")
 def test_dropout_draws_alike_with_and_without_gradients():
     """The first pass of a checkpoint records none, the second does: both have to take the same kernel."""
     for sizes in ({}, long, {"V": V}, {"dtype": f64}):
@@ -195,11 +206,11 @@ def test_dropout_draws_alike_with_and_without_gradients():
         assert torch.equal(*outs)
 
 
-def test_a_learned_bias_is_no_obstacle_where_nothing_is_recorded():
+def test_a_learned_bias_is_no_obstacle_where_nothing_is_recorded(native):
     qkv, bias = tensors(), torch.zeros(L, S, requires_grad=True)
-    assert what_ran(lambda: mh.attention(*qkv, bias=bias))[0] == "small"
+    assert what_ran(lambda: mh.attention(*qkv, bias=bias))[0] == ("native" if native else "small")
     with torch.no_grad():
-        assert what_ran(lambda: mh.attention(*qkv, bias=bias))[0] == "sdpa"
+        assert what_ran(lambda: mh.attention(*qkv, bias=bias))[0] == ("native" if native else "sdpa")
 
 
 # What kernels say -----------------------------------------------------------------------------------------------------
@@ -216,7 +227,7 @@ def test_refusals_are_truthful():
     """Nothing is raised by asking; a kernel that refuses nothing runs; one that refuses says all its reasons."""
     ran, refused = dict.fromkeys(ORDER, 0), dict.fromkeys(ORDER, 0)
     for number in range(50_000, 50_150):
-        case = draw(number)
+        case = draw(number) if number % 2 else draw(number).to(f32)
         arguments = (case.q, case.k, case.v, case.mask)
         request = request_of(*arguments, **case.options, return_lse=True)
         choice = choose(request)
@@ -244,27 +255,52 @@ def test_refusals_are_truthful():
     assert ran["reference"] == ran["blocks"] == 150
     assert refused["flex"] == refused["varlen"] == 150  # here is no CUDA, or it is not asked for
     assert min(ran["sdpa"], refused["sdpa"]) > 20
+    assert ran["native"] == (75 if library.available() else 0)
 
 
-def test_the_choice_is_the_first_without_objections():
+def test_the_choice_is_the_first_without_objections(native):
     taken = set()
     for number in range(51_000, 51_100):
-        case = draw(number)
+        case = draw(number) if number % 2 else draw(number).to(f32)
         choice = choose(request_of(case.q, case.k, case.v, case.mask, **case.options))
         able = [name for name, reasons in choice.refusals.items() if not reasons]
         free = [name for name in able if not choice.drawbacks[name]]
         assert (free or able)[0] == choice.kernel.NAME
         taken.add(choice.kernel.NAME)
-    assert taken == {"small", "sdpa", "blocks"}
+    assert taken == {"small", "sdpa", "blocks"} | ({"native"} if native else set())
 
 
-def test_a_refusal_is_a_value_error_with_a_next_step():
+def test_a_refusal_is_a_value_error_with_a_next_step(native):
     qkv = tensors(V=V)
-    with pytest.raises(ValueError, match="blocks can: leave kernel out") as caught:
+    able = "native" if native else "blocks"
+    with pytest.raises(ValueError, match=f"{able} can: leave kernel out") as caught:
         mh.attention(*qkv, kernel="sdpa", softcap=2.0, dropout=0.1, bias=torch.zeros(L, S, requires_grad=True))
     assert type(caught.value) is mh.KernelRefusal
     for reason in ("softcap", "dropout", f"V={V} is not D={D}", "bias needs a gradient"):
         assert reason in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")  # of tracing
+def test_what_the_native_kernel_is_not_for():
+    said, q = [], tensors()[0].detach()
+
+    def ask(q):
+        said.append("; ".join(mh.KERNELS["native"].refusals(request_of(q, q, q))))
+        return q + 1
+
+    ask(q)
+    assert bool(said[0]) != library.available()
+    for other in (q.double(), q.to("meta"), TwoTensor(q, q)):
+        ask(other)
+    torch.jit.trace(ask, q, check_trace=False)
+    for reason, word in zip(said[1:], ("float64", "meta", "TwoTensor", "jit.trace"), strict=True):
+        assert word in reason
+
+
+@pytest.mark.usefixtures("without_native")
+def test_without_the_native_library_the_refusal_says_so():
+    with pytest.raises(mh.KernelRefusal, match=r"native library is not there: this test does without.* sdpa can"):
+        mh.attention(*tensors(), kernel="native")
 
 
 def test_packed_documents_that_come_in_pieces_are_not_for_varlen():
@@ -309,10 +345,11 @@ def test_nothing_is_read_on_the_meta_device(mask):
 # lse ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
+@pytest.mark.parametrize("kernel", [NATIVE, "sdpa", "blocks"])
 def test_the_gradient_of_lse_past_rows_that_see_nothing(kernel):
     """The fused operation says lse 0 of such a row, and nothing may come back through it."""
-    qkv = tensors(dtype=f64)
+    dtype = dtype_of(kernel)
+    qkv = tensors(dtype=dtype)
     keep = torch.rand(H, L, S, generator=torch.Generator().manual_seed(2)) < 0.6
     keep[:, 1], keep[2] = False, False
     answers = []
@@ -321,15 +358,16 @@ def test_the_gradient_of_lse_past_rows_that_see_nothing(kernel):
         lambda: (lambda found: (found.out, found.lse))(reference.attention(*qkv, keep)),
     ):
         out, lse = function()
-        above = torch.randn(lse.shape, dtype=f64, generator=torch.Generator().manual_seed(3)) + 3
+        above = torch.randn(lse.shape, dtype=dtype, generator=torch.Generator().manual_seed(3)) + 3
         grads = torch.autograd.grad([lse], qkv, [above], allow_unused=True, materialize_grads=True)
         answers.append([out, lse, *grads])
     assert (answers[0][1] == -math.inf).equal(~keep.any(-1).expand(B, H, L))
     assert not answers[0][2][:, :, 1].any()
     assert not answers[0][2][:, 2].any()
-    assert_within_budget(answers[0], answers[1], None, kernel, ["out", "lse", "dq", "dk", "dv"])
+    assert_within_budget(answers[0], answers[1], roundings(dtype), kernel, ["out", "lse", "dq", "dk", "dv"])
 
 
+@pytest.mark.usefixtures("native")
 def test_lse_is_made_only_where_it_is_asked_for():
     qkv = tensors()
     assert isinstance(mh.attention(*qkv), Tensor)
@@ -338,10 +376,11 @@ def test_lse_is_made_only_where_it_is_asked_for():
     assert lse.shape == (B, H, L)
 
 
+@pytest.mark.usefixtures("native")
 def test_by_name_and_by_choice_are_bit_equal():
     same = 0
     for number in range(52_000, 52_030):
-        case = draw(number)
+        case = draw(number) if number % 2 else draw(number).to(f32)
         request = request_of(case.q, case.k, case.v, case.mask, **case.options, return_lse=True)
         name = choose(request).kernel.NAME
         by_name, by_choice = by_kernel(case, name), by_kernel(case, None)

@@ -10,11 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 from multihead import cli
+from multihead.kernels import library
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)  # code, and what it prints if that follows
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", ["README.md", "docs/drop_in.md"])
 def test_the_code_runs_and_prints_what_is_said(name, capsys):
     torch.manual_seed(0)
@@ -27,6 +29,7 @@ def test_the_code_runs_and_prints_what_is_said(name, capsys):
         assert not said or printed == said
 
 
+@pytest.mark.skipif(not library.available(), reason=f"it shows the native kernel: {library.why_not()}")
 def test_explain_prints_what_the_readme_shows():
     shown = re.search(r"```\n\$ multihead (explain .*?)\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert shown

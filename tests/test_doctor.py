@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import multihead as mh
+from cases import NATIVE
 from multihead.doctor import KernelHealth
-from multihead.kernels import blocks, sdpa
+from multihead.kernels import library, sdpa
 
 
 def by_name(found: mh.Diagnosis) -> dict[str, KernelHealth]:
     return {kernel.name: kernel for kernel in found.kernels}
 
 
-def test_facts():
+def test_facts(native):
     facts = mh.doctor().facts
     assert list(facts) == ["multihead", "torch", "python", "threads", "devices", "native"]
     assert facts["multihead"] == mh.__version__
@@ -25,16 +26,20 @@ def test_facts():
     assert facts["threads"].startswith(f"{torch.get_num_threads()} ")
     assert facts["devices"].startswith("cpu (")
     assert ("cuda" in facts["devices"]) == torch.cuda.is_available()
+    assert facts["native"].startswith(f"{library.isa()} " if native else "none: this test does without")
 
 
-def test_every_kernel_is_tried():
+def test_every_kernel_is_tried(native):
     found = mh.doctor()
     assert found.healthy
     kernels = by_name(found)
     assert list(kernels) == list(mh.KERNELS)
-    for name in ("sdpa", "blocks", "reference"):
+    for name in ("sdpa", "blocks", "reference", *(["native"] if native else [])):
         assert kernels[name].ok is True
         assert kernels[name].said.startswith("cpu, float32: largest error ")
+    if not native:
+        assert kernels["native"].ok is None
+        assert "this test does without" in kernels["native"].said
     for name in ("flex", "varlen"):
         if not torch.cuda.is_available():
             assert kernels[name].ok is None
@@ -89,11 +94,12 @@ def broken(_out, _lse):
     raise ZeroDivisionError("planted")
 
 
-@pytest.mark.parametrize("kernel", [sdpa, blocks], ids=["sdpa", "blocks"])
+@pytest.mark.parametrize("name", [NATIVE, "sdpa", "blocks"])
 @pytest.mark.parametrize(
     "change", [shifted, scaled_gradient, not_a_number, nan_gradient, other_shape, no_gradient, broken]
 )
-def test_a_wrong_kernel_is_noticed(kernel, change, monkeypatch):
+def test_a_wrong_kernel_is_noticed(name, change, monkeypatch):
+    kernel = mh.KERNELS[name]
     right = kernel.run
     monkeypatch.setattr(kernel, "run", lambda request: change(*right(request)))
     found = mh.doctor()

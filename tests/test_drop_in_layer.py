@@ -308,6 +308,7 @@ def test_a_replica_reads_its_own_parameters():
     assert not torch.allclose(replicas[layer](X, X, X)[1], layer(X, X, X)[1])
 
 
+@pytest.mark.usefixtures("native")
 def test_meta_and_back():
     layer = make(add_bias_kv=True)
     away = copy.deepcopy(layer).to("meta")

@@ -220,6 +220,7 @@ def test_rows_that_see_nothing(kind, options):
 # What is made on the way ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_nothing_of_the_size_of_the_scores_is_made(options, recorded):

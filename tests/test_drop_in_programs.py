@@ -84,6 +84,7 @@ def test_dropout_repeats_and_acts_in_training_only(look):
         close(layer.eval()(x, x, x)[0], still(x, x, x)[0])
 
 
+@pytest.mark.usefixtures("native")
 def test_autocast():
     for options in OPTIONS[:1] + OPTIONS[3:]:
         layer, x = make(**options, dtype=torch.float32), X.float()
@@ -98,6 +99,7 @@ def test_autocast():
                 close(weights, want[1], mode, atol=0.03)
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_numbers(dtype):
     layer = MultiheadAttention(12, 3, batch_first=True, dtype=dtype)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multihead as mh
+from cases import NATIVE
 from multihead import whole
 from multihead.kernels import small
 from multihead.request import make_request
@@ -26,6 +27,7 @@ def make(*args, seed=0, **options):
     return layer
 
 
+@pytest.mark.usefixtures("native")
 def test_tables_that_are_kept_are_on_the_cpu():
     """They may not be made on the default device of whoever comes first."""
     q, k = torch.randn(1, 2, 21, 4, device="cpu"), torch.randn(1, 2, 23, 4, device="cpu")
@@ -39,6 +41,7 @@ def test_tables_that_are_kept_are_on_the_cpu():
     torch.testing.assert_close(layer(x, x, x, attn_mask=table)[0], own)
 
 
+@pytest.mark.usefixtures("native")
 def test_tables_that_are_kept_outlive_inference_mode():
     q, k = (torch.randn(1, 2, n, 4, requires_grad=True) for n in (22, 24))
     with torch.inference_mode():
@@ -73,6 +76,7 @@ def test_traced_at_one_length_and_run_at_another(kind, weights):
             torch.testing.assert_close(traced(*inputs(L)), Wrapped()(*inputs(L)))
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("T", [6, 530])
 @pytest.mark.parametrize("lowest", [-math.inf, torch.finfo(torch.float32).min])
@@ -99,7 +103,7 @@ def test_nan_behind_a_float_mask_stays_there(mode, T, lowest):
                     )
 
 
-@pytest.mark.parametrize("kernel", ["small", "sdpa", "blocks", "blocks, softcap", "reference", None])
+@pytest.mark.parametrize("kernel", [NATIVE, "small", "sdpa", "blocks", "blocks, softcap", "reference", None])
 @pytest.mark.parametrize("S", [6, 300])
 @pytest.mark.parametrize("by", ["mask", "bias", "both"])
 @pytest.mark.parametrize("junk", [3e38, math.inf, math.nan])
@@ -124,6 +128,7 @@ def test_what_hidden_keys_hold_does_not_reach_gradients(kernel, S, by, junk, hel
         torch.testing.assert_close(have, want)
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("T", [20, 200, 290])
 def test_asking_for_weights_does_not_change_what_dropout_draws(T):
     layer, x = make(64, 8, dropout=0.3), torch.randn(1, T, 64)
@@ -183,6 +188,7 @@ def test_many_heads_of_one_key_head():
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 60, dtype=torch.float64))
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize(("L", "S"), [(2, 2), (7, 11), (300, 310)])
 def test_the_causal_table_is_known_and_no_other(dtype, L, S):

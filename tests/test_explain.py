@@ -62,7 +62,7 @@ def called(layer: mh.Attention, B: int, L: int, S: int | None, **options: Any) -
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_kernel_is_the_one_that_the_profiler_sees(name, training):
+def test_the_kernel_is_the_one_that_the_profiler_sees(name, training, native):
     torch.manual_seed(1)
     layer = mh.Attention(E, H, **LAYERS[name]()).train(training)
     told, seen = [], []
@@ -70,6 +70,7 @@ def test_the_kernel_is_the_one_that_the_profiler_sees(name, training):
         told.append(mh.explain(layer, batch=B, length=L, source_length=S).kernel)
         seen.append(what_ran(called(layer, B, L, S))[0])
     assert told == seen, SIZES
+    assert ("native" in told) == (native and name != "f64")
 
 
 def bias(*shape: int, learned: bool = False) -> Tensor:
@@ -92,25 +93,26 @@ def bias(*shape: int, learned: bool = False) -> Tensor:
     ],
     ids=["window", "documents", "lengths", "table", "bias", "learned bias", "alibi", "bias and window"],
 )
-def test_masks_and_biases_of_the_call(own, given, training):
+def test_masks_and_biases_of_the_call(own, given, training, native):
     layer = mh.Attention(E, H, num_kv_heads=K, **own).train(training)
     told = mh.explain(layer, length=LONG, **given)
     assert told.kernel == what_ran(called(layer, 1, LONG, None, **given))[0]
+    assert (told.kernel == "native") == native
 
 
-def test_training_says_what_the_call_would_do():
+def test_training_says_what_the_call_would_do(native):
     layer = mh.Attention(E, H, dropout=0.1).eval()
     assert mh.explain(layer).kernel == mh.explain(layer, training=False).kernel == "whole"
-    assert mh.explain(layer, length=129).kernel == "sdpa"
-    assert mh.explain(layer, training=True).kernel == "small"
-    assert mh.explain(layer, training=True, length=389).kernel == "blocks"
+    assert mh.explain(layer, length=129).kernel == ("native" if native else "sdpa")
+    assert mh.explain(layer, training=True).kernel == ("native" if native else "small")
+    assert mh.explain(layer, training=True, length=389).kernel == ("native" if native else "blocks")
     assert "not training" in str(mh.explain(layer))
     assert "not training" not in str(mh.explain(layer.train()))
-    assert mh.explain(layer).kernel == "small"
+    assert mh.explain(layer).kernel == ("native" if native else "small")
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_it_does_not_matter_where_it_is_asked(training):
+def test_it_does_not_matter_where_it_is_asked(training, native):
     """It says whether gradients are recorded, so what is recorded around it does not count."""
     for position, given in ((mh.T5Bias(H), {}), (None, {"bias": bias(7, 7, learned=True)})):
         layer = mh.Attention(E, H, position=position)
@@ -120,7 +122,7 @@ def test_it_does_not_matter_where_it_is_asked(training):
             with mode():
                 answers.append(mh.explain(layer, **asked))
         assert len({str(answer) for answer in answers}) == 1
-        assert answers[0].kernel == ("small" if training else "sdpa")
+        assert answers[0].kernel == ("native" if native else "small" if training else "sdpa")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -172,6 +174,7 @@ STEPPED = {
 }
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", STEPPED)
 def test_shapes_of_the_steps(name, monkeypatch):
     options, S = STEPPED[name]
@@ -223,6 +226,7 @@ def test_shapes_of_the_steps(name, monkeypatch):
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("length", [7, LONG])
 def test_the_text_holds_all_that_was_found(name, length):
@@ -249,16 +253,16 @@ def test_the_text_holds_all_that_was_found(name, length):
         assert any(line.startswith(step) and line.endswith(shapes) for line in lines)
 
 
-def test_tables_are_told():
+def test_tables_are_told(native):
     """The L x S tensors of the answer's way, or that there are none."""
     for options, given, has_table in (
         ({}, {}, True),  # one dense operation, for so few tokens
         ({}, {"length": 129}, False),
         ({"mask": mh.causal()}, {}, False),
         ({"mask": mh.causal(), "dropout": 0.1}, {"training": True, "length": LONG}, False),
-        ({"mask": mh.causal(), "dropout": 0.1}, {"training": True}, True),  # of so few scores
-        ({"mask": mh.causal()}, {"length": 7, "source_length": 11}, True),
-        ({"position": mh.ALiBi(H)}, {}, True),
+        ({"mask": mh.causal(), "dropout": 0.1}, {"training": True}, not native),  # of so few scores
+        ({"mask": mh.causal()}, {"length": 7, "source_length": 11}, not native),
+        ({"position": mh.ALiBi(H)}, {}, not native),
         ({"position": mh.T5Bias(H)}, {"training": True}, True),
     ):
         arguments = {"embed_dim": E, "num_heads": H, **options}
@@ -296,6 +300,7 @@ HUGE = {
 }
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", HUGE)
 def test_nothing_is_computed(name):
     length, options, given = HUGE[name]

@@ -429,6 +429,7 @@ def test_a_plain_number_has_no_device(mask):
     assert mask.bounds(Blocks(L, S, *places, 2, 2)).some.is_meta
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("mask", all_kinds(), ids=repr)
 def test_masks_do_not_change_when_used(mask):
     before = {name: tensor.clone() for name, tensor in mask.tensors().items()}

@@ -177,7 +177,7 @@ OF_ATTENTION = [
     ({"dropout": -0.1}, ValueError, r"^dropout: .*-0\.1"),
     ({"dropout": 10}, ValueError, r"^dropout: .*10"),
     ({"dropout": math.nan}, ValueError, r"^dropout: .*nan"),
-    ({"kernel": "spda"}, ValueError, r"^kernel: expected one of small, sdpa, .*reference, or None, got spda"),
+    ({"kernel": "spda"}, ValueError, r"^kernel: expected one of native, small, sdpa, .*reference, or None, got spda"),
     ({"kernel": ""}, ValueError, r"^kernel: expected one of"),
     ({"kernel": 3}, (TypeError, ValueError), r"^kernel: expected one of .*got 3"),
     ({"kernel": attention}, (TypeError, ValueError), r"^kernel: expected one of .*function"),
@@ -559,6 +559,7 @@ def test_what_the_mistakes_are_made_from_is_right():
     [
         ("sdpa", {"softcap": 5.0}, ["softcap"]),
         ("sdpa", {"dropout": 0.5}, ["dropout"]),
+        ("native", {"q": Q.double(), "k": KEYS.double(), "v": VALUES.double()}, ["float64"]),
         ("flex", {}, ["cpu", "CUDA"]),
         ("varlen", {"mask": causal(), "softcap": 5.0}, ["cpu", "CUDA", r"causal\(\)", "softcap"]),
     ],

@@ -242,6 +242,7 @@ def test_a_bias_may_be_a_position_too():
 # One meaning ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("name", "call"), ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_asking_for_weights_changes_nothing(name, call, dtype):
@@ -741,6 +742,7 @@ def test_a_layer_with_a_mask_and_another_output_projection_can_be_moved():
     assert layer(sources("self", dtype=torch.float32)[0]).dtype == torch.float32
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtype(dtype):
     layer = make(dtype=dtype, num_kv_heads=K, gate=True, qk_norm=True, sinks=True, position=Rotary(10))
@@ -783,9 +785,11 @@ def test_number_of_products(call, packed, expected):
         assert products.linear == expected
 
 
-def test_weights_that_nobody_asks_for_are_not_made():
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [f64, torch.float32])
+def test_weights_that_nobody_asks_for_are_not_made(dtype):
     long = 600
-    layer, x = make(), draw(1, long, E)
+    layer, x = make(dtype=dtype), draw(1, long, E, dtype=dtype)
     largest = 0
 
     class Sizes(TorchDispatchMode):
@@ -892,6 +896,7 @@ def test_repr_shows_the_configuration():
     assert "(position): T5Bias(num_heads=6" in repr(Attention(E, H, position=T5Bias(H)))
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("call", CALLS)
 def test_autocast(call):
     layer = make(num_kv_heads=K, gate=True, qk_norm=True, sinks=True, position=Rotary(10), dtype=torch.float32)

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import multihead as mh
-from cases import Case, assert_within_budget, by_kernel, by_reference, draw, names, own_error
+from cases import NATIVE, Case, assert_within_budget, by_kernel, by_reference, draw, names, own_error
 from multihead import reference
+from multihead.kernels import library
 
 B, H, K, L, S, D, V = 2, 6, 3, 5, 11, 7, 13
 f64 = torch.float64
@@ -464,6 +465,8 @@ def test_few_graphs_of_the_layer(name, kind):
     assert graphs.number <= 2
 
 
+@compiled_function
+@pytest.mark.usefixtures("native")
 def test_a_compiled_layer_is_not_compiled_again_for_the_next_input():
     torch.compiler.reset()
     layer, graphs = mh.Attention(12, 6), Graphs()
@@ -538,7 +541,7 @@ def _under_autocast(case: Case) -> Case:
 
 
 def test_autocast_of_the_function():
-    tried = dict.fromkeys(("sdpa", "blocks", None), 0)
+    tried = dict.fromkeys(("native", "sdpa", "blocks", None), 0)
     for number in range(40_000, 40_020):
         case = draw(number).to(torch.float32)
         low = _under_autocast(case)
@@ -560,6 +563,7 @@ def test_autocast_of_the_function():
             tried[kernel] += 1
     assert tried[None] == tried["blocks"] == 20
     assert tried["sdpa"] > 3
+    assert tried["native"] == (20 if library.available() else 0)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks", "reference", None])
@@ -575,7 +579,7 @@ def test_autocast_leaves_float64_alone(kernel):
     )
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "blocks", None])
+@pytest.mark.parametrize("kernel", [NATIVE, "sdpa", "blocks", None])
 def test_a_backward_pass_inside_of_autocast_is_one_outside(kernel):
     call = given(dtype=torch.float32, mask=mh.causal(), L=67, S=71)
     answers = []
@@ -588,6 +592,7 @@ def test_a_backward_pass_inside_of_autocast_is_one_outside(kernel):
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("again", [False, True], ids=["", "create_graph"])
 def test_autocast_of_the_layer(again):
     torch.manual_seed(1)
@@ -689,6 +694,7 @@ def test_dropout_is_that_of_the_reference(kernel, options):
         torch.testing.assert_close(have, want, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("kernel", DROPPING)
 @pytest.mark.parametrize("dtype", [f64, torch.float32, torch.bfloat16])
 def test_dropout_repeats_with_its_seed(kernel, dtype):
@@ -737,7 +743,7 @@ def test_dropout_under_checkpointing(kernel, reentrant):
 # Threads, hooks, what is saved ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
+@pytest.mark.parametrize("kernel", [NATIVE, "sdpa", "blocks"])
 @pytest.mark.parametrize("options", [{}, {"mask": mh.window(left=30, right=0)}], ids=["plain", "window"])
 def test_the_number_of_threads_does_not_matter(kernel, options):
     call = given(dtype=torch.float32, L=131, S=139, **options)
@@ -863,6 +869,7 @@ FRUGAL = {
 }
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", FRUGAL)
 def test_no_tensor_of_l_times_s(name):
     kernel, more, options = FRUGAL[name]

@@ -160,7 +160,7 @@ def attention_weights(
     """
     q, k, _, _, without = _from_autocast(q, k, k)
     with without:
-        nothing = k.new_zeros(1).expand(*k.shape[:-1], 1) if isinstance(k, Tensor) else k
+        nothing = k[..., :1] if isinstance(k, Tensor) and k.ndim else k  # something of the right length as values
         request = make_request(
             q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
         )

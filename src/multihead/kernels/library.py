@@ -19,7 +19,7 @@ import torch
 import multihead
 
 NAME = "libmultihead_native.so"
-OPERATIONS = ("forward", "backward", "weights")
+INTERFACE = 1  # the operations and their arguments, as csrc/op.cpp has them too
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ def _look() -> _Found:
         return _Found(why_not=path)
     try:
         torch.ops.load_library(str(path))
-        for operation in OPERATIONS:
+        for operation in ("forward", "backward", "weights"):
             getattr(torch.ops.multihead, operation)  # one that PyTorch could not register is not there
+        if torch.ops.multihead.interface() != INTERFACE:
+            return _Found(why_not=f"{path} is of another version of multihead. Next: install multihead again")
         return _Found(tuple(torch.ops.multihead.isas().split(",")), torch.ops.multihead.isa())
     except Exception as error:  # whatever goes wrong, multihead works without
         said = str(error.__cause__ or error)

@@ -94,10 +94,13 @@ def attend(request: Request, wants_state: bool = True) -> tuple[Tensor, Tensor, 
     if not _records(request, bias):
         out, lse, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, wants_state)
         return out, lse, state
-    shell = None if torch.compiler.is_compiling() else _shell(request)
+    if torch.compiler.is_compiling():  # which wants each tensor once
+        shell, k, v = None, k.view_as(k), v.view_as(v)
+    else:
+        shell = _shell(request)
     numbers = scores.scale, scores.softcap, scores.dropout, scores.lowest
     tensors = scores.slopes, scores.q_positions, scores.k_positions, seed, *scores.tables
-    return _Native.apply(q, k, v, bias, shell, scores.steps, *numbers, *tensors)
+    return _Native.apply(q, k, v, bias, shell, scores.steps, *numbers, *tensors, *_originals(request, scores))
 
 
 def weights(request: Request, state: Tensor, average: bool) -> Tensor:
@@ -107,7 +110,18 @@ def weights(request: Request, state: Tensor, average: bool) -> Tensor:
     if not _records(request, bias):
         return torch.ops.multihead.weights.default(state, request.q, request.k, request.k, bias, *scores, average)
     watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
+    watched += _originals(request, scores)
     return _Weights.apply(request.q, request.k, bias, state, _shell(request), scores, average, *watched)
+
+
+def _originals(request: Request, scores: _Scores) -> list[Tensor]:
+    """Tensors of mask and positions that the kernel reads as copies of another dtype. The definition reads them as they
+    are, so autograd keeps them too, and notices if they were changed in between."""
+    held = [] if request.mask is None else list(request.mask.tensors().values())
+    if not request.has_default_positions:
+        held += request.positions()
+    read = (*scores.tables, scores.q_positions, scores.k_positions)
+    return [t for t in held if not any(t is one for one in read)]
 
 
 def _records(request: Request, bias: Tensor | None) -> bool:
@@ -176,7 +190,8 @@ class _Native(torch.autograd.Function):
         seed: Tensor | None,
         *tables: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`shell` is the request without its tensors, for second derivatives; a compiled program has none."""
+        """`shell` is the request without its tensors, for second derivatives; a compiled program has none. Tables that
+        the mask's steps don't number are only kept."""
         scores = (slopes, q_positions, k_positions, steps, list(tables), scale, softcap, dropout, seed, lowest)
         out, lse, state, rest = torch.ops.multihead.forward.default(q, k, v, bias, *scores, True)
         ctx.mark_non_differentiable(state)
