@@ -13,7 +13,7 @@ help:
 	@echo "             then a small model of torch's layer beside the same with the drop-in swapped in"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types, import direction"
-	@echo "make bench   measure multihead against torch, about ten minutes"
+	@echo "make bench   measure multihead against torch, about twenty minutes"
 	@echo "make format  format the code"
 	@echo "make native  build the native library alone, into build/native, and show what the compiler says"
 	@echo "make sanitize  build it with the sanitizers of GCC, for memory and for threads, and run its tests with each"
@@ -36,7 +36,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/native.py
 	$(BIN)/python benchmarks/module.py
 	$(BIN)/python benchmarks/choice.py
 	$(BIN)/python benchmarks/overhead.py

@@ -83,8 +83,14 @@ def cells(kernel: str | None, flex: bool) -> Iterator[tuple[str, Callable[[], Ce
         yield name, partial(make, 2.0, square(1, 4, 4096, 64), window, "flex")
     name = "forward + backward window 256 1x4x2048x64"
     yield name, partial(make, 4.0, square(1, 4, 2048, 64), window, "dense", backward=True)
+    packed = causal & documents(2048)
+    for H in (4, 8):
+        yield (
+            f"forward 16 packed documents causal 1x{H}x2048x64",
+            partial(make, 4.0, square(1, H, 2048, 64), packed, "dense"),
+        )
     name = "forward + backward 16 packed documents causal 1x4x2048x64"
-    yield name, partial(make, 6.0, square(1, 4, 2048, 64), causal & documents(2048), "dense", backward=True)
+    yield name, partial(make, 6.0, square(1, 4, 2048, 64), packed, "dense", backward=True)
     yield "forward bias (H, T, T) 1x4x1024x64", partial(make, 1.0, square(1, 4, 1024, 64), None, {}, biased=True)
 
     grouped, bfloat16 = {"enable_gqa": True}, torch.bfloat16
@@ -96,6 +102,10 @@ def cells(kernel: str | None, flex: bool) -> Iterator[tuple[str, Callable[[], Ce
     for dtype, least in ((bfloat16, 1.1), (torch.float16, 2.0)):
         name = f"prefill {str(dtype).removeprefix('torch.')} 1x8x512x64"
         yield name, partial(make, least, square(1, 8, 512, 64), None, {}, dtype=dtype)
+    for backward in (False, True):
+        for told, mask, options in (("full", None, {}), ("causal", causal, at_once)):
+            name = f"small forward{' + backward' if backward else ''} {told} 1x4x128x64"
+            yield name, partial(make, 0.97, square(1, 4, 128, 64), mask, options, backward=backward)
     yield "tiny 1x4x16x16", partial(make, 0.5, square(1, 4, 16, 16), None, {})
 
     if kernel is None:

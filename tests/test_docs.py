@@ -16,9 +16,21 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)  # code, and what it prints if that follows
 
 
+needs_native = pytest.mark.skipif(not library.available(), reason=f"it shows the native kernel: {library.why_not()}")
+
+
+@needs_native
+def test_the_code_of_the_native_kernel_runs_and_prints_what_is_said(capsys):
+    hold_code("docs/kernel.md", capsys)
+
+
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", ["README.md", "docs/drop_in.md"])
 def test_the_code_runs_and_prints_what_is_said(name, capsys):
+    hold_code(name, capsys)
+
+
+def hold_code(name, capsys):
     torch.manual_seed(0)
     blocks = BLOCK.findall((ROOT / name).read_text(encoding="utf-8"))
     assert len(blocks) >= 2
@@ -29,7 +41,7 @@ def test_the_code_runs_and_prints_what_is_said(name, capsys):
         assert not said or printed == said
 
 
-@pytest.mark.skipif(not library.available(), reason=f"it shows the native kernel: {library.why_not()}")
+@needs_native
 def test_explain_prints_what_the_readme_shows():
     shown = re.search(r"```\n\$ multihead (explain .*?)\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert shown
