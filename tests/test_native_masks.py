@@ -185,6 +185,7 @@ FOLLOWING = [
     mh.window(left=2, right=1),
     mh.window(left=0, right=0),
     mh.window(left=3),
+    mh.window(left=2**23 + 3, right=2**23),
     mh.window(),
     mh.prefix(4),
     mh.prefix(2**31 + 1),
