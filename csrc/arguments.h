@@ -75,6 +75,9 @@ class Tensor {
   const void* data() const {
     const void* pointer = nullptr;
     check(torch_get_const_data_ptr(handle_, &pointer), "tell where a tensor's numbers are");
+    bool has_numbers = true;
+    for (std::int64_t i = 0; i < dim_; i++) has_numbers &= sizes_[i] > 0;
+    if (pointer == nullptr && has_numbers) throw std::runtime_error("multihead: expected a tensor with numbers of its own");
     return pointer;
   }
   void* write() {

@@ -94,7 +94,8 @@ static void open_rows(const Problem& p, const Strip& s, int index, bool few, con
   for (int i = 0; i < LANES; i++) {
     int64_t row = index * LANES + i, place = (s.b * p.H + s.h[i]) * p.L + s.l[i];
     takes_part[i] = i < s.count && p.state[place] != -INF;
-    at.top[row] = takes_part[i] ? p.state[place] : 0;
+    // Lanes without a row repeat the mask and the bias of the last one: next to this all their scores are nothing.
+    at.top[row] = takes_part[i] ? p.state[place] : i < s.count ? 0 : __FLT_MAX__;
     at.log_sum[row] = takes_part[i] ? p.state[p.B * p.H * p.L + place] : 0;
     at.delta[row] = 0;
     grad_rows[i] = zeros;
@@ -133,17 +134,26 @@ static __attribute__((noinline)) void weights_and_gradient(const Problem& p, con
         } else {
           store(w, weight);
         }
-        store(g, weight * (from_out - load(delta + j * W)));
+        // Where there is no weight there is no gradient, whatever a hidden value holds.
+        store(g, weight == 0.0f ? Floats{} : weight * (from_out - load(delta + j * W)));
       }
   }
 }
 
-static void add_to_bias(const Problem& p, const Strip& s, int64_t first, int64_t n, const float* grad, int64_t ld) {
+template <typename Number>
+static void add_to(Number* sums, const Problem& p, const Strip& s, int64_t first, int64_t n, const float* grad, int64_t ld) {
   const int64_t* stride = p.grad_bias_stride;
   for (int i = 0; i < s.count; i++) {
-    float* to = p.grad_bias + s.b * stride[0] + s.h[i] * stride[1] + s.l[i] * stride[2] + first * stride[3];
+    Number* to = sums + s.b * stride[0] + s.h[i] * stride[1] + s.l[i] * stride[2] + first * stride[3];
     for (int64_t k = 0; k < n; k++) to[k * stride[3]] += grad[k * ld + i];
   }
+}
+
+static void add_to_bias(const Problem& p, const Strip& s, int64_t first, int64_t n, const float* grad, int64_t ld) {
+  if (p.grad_bias_sums)
+    add_to(p.grad_bias_sums, p, s, first, n, grad, ld);
+  else
+    add_to(p.grad_bias, p, s, first, n, grad, ld);
 }
 
 // to[key][column] += sum over rows of weights[key][row] * panels[row][column].
@@ -216,7 +226,7 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
                      int64_t first_key_block, int64_t last_key_block, unsigned wanted, void* memory) {
   Room room(memory);
   BackwardRoom at(p, room);
-  bool few = is_few(p), good = true;  // few: the same sums as in the forward pass, to the bit
+  bool few = is_few(p), good = true;
 
   float *grad_k = at.sum_k, *grad_v = at.sum_v;
   int64_t k_step = p.D, v_step = p.V;
@@ -254,13 +264,7 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
           int64_t start = run.first * CELL, n = keys_of(run, keys), place = start * at.row_count + i * LANES;
           float *weights = at.weights + place, *grad = at.grad_scores + place;
           float* slope = p.softcap > 0 ? at.slope + place : nullptr;
-          if (few) {
-            memset(weights, 0, size_t(n * LANES) * sizeof(float));
-            dots(p, s.count, q, k.data + start * k.step, k.step, n, weights);
-          } else {
-            product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, weights, at.row_count, p.D);
-          }
-          if (adjusts(p) || own != cells[i].every) adjust(p, s, block, run, cells[i].every, weights, at.row_count, slope);
+          make_scores(p, s, few, q, k, block, run, cells[i], weights, at.row_count, slope);
           product<Along::depth, Into::fresh>(n, v.data + start * v.step, v.step, grad_out, LANES, grad, at.row_count, p.V);
           weights_and_gradient(p, s, first + start, n, weights, grad, at.row_count, at.top + i * LANES,
                                at.log_sum + i * LANES, at.delta + i * LANES);

@@ -27,8 +27,8 @@ struct Softmax {
 
 // Weights of a block from its scores, in place, not yet divided by their sum. Returns whether the output so far has to
 // shrink, by `shrink`.
-static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, Softmax& state, uint32_t some, int64_t block, int64_t keys,
-                  float* scores, Floats shrink[N]) {
+static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, Softmax& state, uint32_t some,
+                                            int64_t block, int64_t keys, float* scores, Floats shrink[N]) {
   Floats top[N];
   for (int j = 0; j < N; j++) top[j] = state.top[j];
   for (Run run = next_run(some, 0); run.cells; run = next_run(some, run.first + run.cells)) {
@@ -123,6 +123,21 @@ static void pack_queries(const Problem& p, const Strip& s, bool few, float* to, 
     transpose_in(rows, p.D, query_factor(p), to);
 }
 
+// The scores of one run of a block. Forward, backward and weights all make them here: they have to be the same to the bit,
+// or large ones would not cancel. `slope` as in `adjust`.
+static void make_scores(const Problem& p, const Strip& s, bool few, const float* q, Rows k, int64_t block, Run run,
+                        Cells cells, float* scores, int64_t ld, float* slope) {
+  int64_t start = run.first * CELL, n = keys_of(run, keys_in(p, block));
+  const float* keys = k.data + start * k.step;
+  if (few) {  // one strip, so ld is LANES
+    memset(scores, 0, size_t(n * LANES) * sizeof(float));
+    dots(p, s.count, q, keys, k.step, n, scores);
+  } else {
+    product<Along::depth, Into::fresh>(n, keys, k.step, q, LANES, scores, ld, p.D);
+  }
+  if (adjusts(p) || cells.some != cells.every) adjust(p, s, block, run, cells.every, scores, ld, slope);
+}
+
 // [width][LANES] as rows: where they belong in `t`, or, if they can't be written there, side by side in `room`.
 static void turn_rows(const float* from, const Tensor4& t, const Strip& s, int64_t width, float* room) {
   float* rows[LANES];
@@ -204,7 +219,6 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
     for (int j = 0; j < N; j++) at.states[i].top[j] = all(-INF), at.states[i].sum[j] = Floats{};
     memset(at.out + i * at.out_size, 0, size_t(at.out_size) * sizeof(float));
   }
-  if (few) memset(at.scores, 0, size_t((p.S < KEY_BLOCK ? p.S : KEY_BLOCK) * LANES) * sizeof(float));
 
   int64_t last_key = p.S, block = 0;
   if (p.parts > 1) {
@@ -225,13 +239,7 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
       if (!own) continue;
       float *q = at.q + i * at.q_size, *out = at.out + i * at.out_size;
       for (Run run = next_run(own, 0); run.cells; run = next_run(own, run.first + run.cells)) {
-        int64_t start = run.first * CELL, n = keys_of(run, keys);
-        float* scores = at.scores + start * LANES;
-        if (few)
-          dots(p, s.count, q, k.data + start * k.step, k.step, n, scores);
-        else
-          product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, q, LANES, scores, LANES, p.D);
-        if (adjusts(p) || own != cells[i].every) adjust(p, s, block, run, cells[i].every, scores, LANES, nullptr);
+        make_scores(p, s, few, q, k, block, run, cells[i], at.scores + run.first * CELL * LANES, LANES, nullptr);
       }
       Floats shrink[N];
       if (weigh(p, s, at.states[i], own, block, keys, at.scores, shrink)) {

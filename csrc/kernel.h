@@ -58,6 +58,7 @@ enum class MaskKind { window, lengths, prefix, padding, documents, dense, both, 
 struct MaskStep {
   MaskKind kind;
   double left, right;        // window: bounds of the distance, q - k in -right .. left; infinite: none
+  int64_t whole_left, whole_right;  // the same for huge positions; INT64_MAX: none
   const int64_t* numbers;    // lengths, prefix: n (B or 1), of a prefix counted from the positions' origin
   const uint8_t* table;      // padding (B or 1, S), dense (B or 1, H or 1, L or 1, S or 1)
   int64_t stride[4];         // of the table or the numbers; 0 along an axis of 1
@@ -103,6 +104,7 @@ struct Problem {
   Tensor4 grad_out, grad_q, grad_k, grad_v;
   const float* grad_lse;  // (B, H, L), contiguous, or null
   float* grad_bias;       // in the shape of the bias, or null
+  double* grad_bias_sums;  // in its place where many rows add to each number, or null
   int64_t grad_bias_stride[4];
 
   // The weights, where they are what is asked for: (B, H, L, S), or their mean over heads (B, L, S).

@@ -157,7 +157,7 @@ INLINE double distance(const Positions& at, double q, double k) { return at.roun
 // The distance of a lane to a key where positions are not narrow.
 INLINE double far_distance(const Positions& at, const Strip& s, int lane, int64_t key) {
   if (at.kind == PositionKind::wide) return distance(at, s.wide_position[lane], ((const double*)at.k)[key]);
-  return double(s.huge_position[lane] - ((const int64_t*)at.k)[key]);
+  return double(__int128(s.huge_position[lane]) - ((const int64_t*)at.k)[key]);
 }
 
 static Cells look_by_kind(const Problem& p, const Strip& s, int n, int64_t block, int64_t keys) {
@@ -237,11 +237,21 @@ static void see_by_kind(const Problem& p, const Strip& s, int n, int64_t first, 
   int64_t k_row = s.b * at.k_stride + first;
   switch (m.kind) {
     case MaskKind::window: {
-      if (at.kind != PositionKind::narrow) {
+      if (at.kind == PositionKind::huge) {
+        for (int64_t k = 0; k < keys; k++)
+          for (int i = 0; i < LANES; i++) {
+            __int128 d = __int128(s.huge_position[i]) - ((const int64_t*)at.k)[k_row + k];
+            bool is_seen = m.whole_left == INT64_MAX || d <= m.whole_left;
+            is_seen &= m.whole_right == INT64_MAX || -d <= m.whole_right;
+            answer[k][i / W][i % W] = -int32_t(is_seen);
+          }
+        return;
+      }
+      if (at.kind == PositionKind::wide) {
         bool has_left = m.left != __builtin_inf(), has_right = m.right != __builtin_inf();  // inf - inf is no distance
         for (int64_t k = 0; k < keys; k++)
           for (int i = 0; i < LANES; i++) {
-            double d = far_distance(at, s, i, k_row + k);
+            double d = distance(at, s.wide_position[i], ((const double*)at.k)[k_row + k]);
             answer[k][i / W][i % W] = (!has_left || d <= m.left) && (!has_right || d >= -m.right) ? -1 : 0;
           }
         return;

@@ -1,5 +1,6 @@
 // The operations of the library as PyTorch sees them: torch.ops.multihead.*.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -192,12 +193,17 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   if (wants_q) p.grad_q = setup.four(grad_q);
   if (wants_kv) p.grad_k = setup.four(grad_k), p.grad_v = setup.four(grad_v);
   std::int64_t bias_size = 0;
+  std::vector<double> bias_sums;  // a number that all rows add to would lose what they add
   if (wants_bias) {
     p.grad_bias = grad_bias.write<float>();
     bias_size = 1;
     for (int i = 0; i < 4; i++) {
       p.grad_bias_stride[i] = call.bias->size(i) == 1 ? 0 : grad_bias.stride(i);
       bias_size *= call.bias->size(i);
+    }
+    if (p.grad_bias_stride[2] == 0 && p.L > 1) {
+      bias_sums.resize(static_cast<std::size_t>(bias_size));
+      p.grad_bias_sums = bias_sums.data();
     }
   }
   p.parts = 1;
@@ -213,6 +219,7 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
   const auto once = [&] {
     std::fill_n(p.grad_bias, bias_size, 0.0f);
+    std::fill(bias_sums.begin(), bias_sums.end(), 0.0);
     bool good = true;
     if (by_heads && with_heads != 0) {
       good = run(heads, 3 * products(p), bytes, [&](std::int64_t head, void* memory) {
@@ -246,6 +253,7 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
     leave_out_unseen(setup, bytes);
     once();
   }
+  std::transform(bias_sums.begin(), bias_sums.end(), p.grad_bias, [](double sum) { return static_cast<float>(sum); });
   Results(stack).tensor(std::move(grad_q)).tensor(std::move(grad_k)).tensor(std::move(grad_v)).tensor(std::move(grad_bias));
 }
 

@@ -302,6 +302,7 @@ void Setup::read_mask(const Call& call) {
         const auto bound = [&](std::int64_t n) { return n == INT64_MAX ? none : std::min(static_cast<double>(n), none); };
         const std::int64_t left = number(), right = number();
         step.left = bound(left), step.right = bound(right);
+        step.whole_left = left, step.whole_right = right;
         break;
       }
       case MaskKind::lengths:

@@ -117,6 +117,11 @@ constexpr int SIDE = 4;
 #endif
 typedef float Line __attribute__((vector_size(SIDE * 4)));
 typedef int32_t Places __attribute__((vector_size(SIDE * 4)));
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Places{__VA_ARGS__})
+#endif
 typedef float LineAnywhere __attribute__((vector_size(SIDE * 4), aligned(4), may_alias));
 
 INLINE Line load_line(const float* p) { return *(const LineAnywhere*)p; }
@@ -127,27 +132,27 @@ INLINE void turn(Line (&x)[SIDE]) {
   Line y[SIDE];
 #if defined(__AVX2__)
   for (int i = 0; i < 8; i += 2) {
-    y[i] = __builtin_shuffle(x[i], x[i + 1], Places{0, 8, 1, 9, 4, 12, 5, 13});
-    y[i + 1] = __builtin_shuffle(x[i], x[i + 1], Places{2, 10, 3, 11, 6, 14, 7, 15});
+    y[i] = SHUFFLE(x[i], x[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    y[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
   }
   for (int i = 0; i < 8; i += 4)
     for (int j = 0; j < 2; j++) {
-      x[i + 2 * j] = __builtin_shuffle(y[i + j], y[i + j + 2], Places{0, 1, 8, 9, 4, 5, 12, 13});
-      x[i + 2 * j + 1] = __builtin_shuffle(y[i + j], y[i + j + 2], Places{2, 3, 10, 11, 6, 7, 14, 15});
+      x[i + 2 * j] = SHUFFLE(y[i + j], y[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      x[i + 2 * j + 1] = SHUFFLE(y[i + j], y[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     }
   for (int i = 0; i < 4; i++) {
-    y[i] = __builtin_shuffle(x[i], x[i + 4], Places{0, 1, 2, 3, 8, 9, 10, 11});
-    y[i + 4] = __builtin_shuffle(x[i], x[i + 4], Places{4, 5, 6, 7, 12, 13, 14, 15});
+    y[i] = SHUFFLE(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    y[i + 4] = SHUFFLE(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
   for (int i = 0; i < 8; i++) x[i] = y[i];
 #else
   for (int i = 0; i < 4; i += 2) {
-    y[i] = __builtin_shuffle(x[i], x[i + 1], Places{0, 4, 1, 5});
-    y[i + 1] = __builtin_shuffle(x[i], x[i + 1], Places{2, 6, 3, 7});
+    y[i] = SHUFFLE(x[i], x[i + 1], 0, 4, 1, 5);
+    y[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 6, 3, 7);
   }
   for (int j = 0; j < 2; j++) {
-    x[2 * j] = __builtin_shuffle(y[j], y[j + 2], Places{0, 1, 4, 5});
-    x[2 * j + 1] = __builtin_shuffle(y[j], y[j + 2], Places{2, 3, 6, 7});
+    x[2 * j] = SHUFFLE(y[j], y[j + 2], 0, 1, 4, 5);
+    x[2 * j + 1] = SHUFFLE(y[j], y[j + 2], 2, 3, 6, 7);
   }
 #endif
 }

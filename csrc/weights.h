@@ -32,14 +32,13 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
   WeightsRoom at(p, room);
   Strip& s = *at.strip;
   float share = p.average ? 1.0f / float(p.H) : 1.0f;
-  int64_t heads = p.average ? 1 : p.H;
-  for (int64_t h = 0; h < heads; h++)
-    memset(p.weights + ((b * heads + h) * p.L + first_query) * p.S, 0, size_t((last_query - first_query) * p.S) * sizeof(float));
+  if (p.average)
+    memset(p.weights + (b * p.L + first_query) * p.S, 0, size_t((last_query - first_query) * p.S) * sizeof(float));
   for (int64_t head = 0; head < p.K; head++) {
     for (int64_t row = first_query * p.G; row < last_query * p.G; row += LANES) {
       open_strip(p, b, head, row, s);
       int count = int(last_query * p.G - row < s.count ? last_query * p.G - row : s.count);
-      bool few = is_few(p);  // the same sums as in the forward pass, to the bit
+      bool few = is_few(p);
       pack_queries(p, s, few, at.q, at.rows);
       alignas(64) float top[LANES], log_sum[LANES], factor[LANES];
       for (int i = 0; i < LANES; i++) {
@@ -51,18 +50,18 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
       }
       for (int64_t block = 0; block * KEY_BLOCK < p.S; block++) {
         Cells cells = look(p, s, block);
-        if (!cells.some) continue;
         int64_t first = block * KEY_BLOCK, keys = keys_in(p, block);
+        const auto line_of = [&](int i) {
+          int64_t line = p.average ? b * p.L + s.l[i] : (b * p.H + s.h[i]) * p.L + s.l[i];
+          return p.weights + line * p.S + first;
+        };
+        if (!p.average && next_run(cells.some, 0).cells * CELL < keys)  // what is hidden is zeros
+          for (int i = 0; i < count; i++) memset(line_of(i), 0, size_t(keys) * sizeof(float));
+        if (!cells.some) continue;
         Rows k = read_keys(p, p.k, b, head, first, keys, cells.some, p.D, few, at.keys);
         for (Run run = next_run(cells.some, 0); run.cells; run = next_run(cells.some, run.first + run.cells)) {
           int64_t start = run.first * CELL, n = keys_of(run, keys);
-          if (few) {
-            memset(at.scores, 0, size_t(n * LANES) * sizeof(float));
-            dots(p, s.count, at.q, k.data + start * k.step, k.step, n, at.scores);
-          } else {
-            product<Along::depth, Into::fresh>(n, k.data + start * k.step, k.step, at.q, LANES, at.scores, LANES, p.D);
-          }
-          if (adjusts(p) || cells.some != cells.every) adjust(p, s, block, run, cells.every, at.scores, LANES, nullptr);
+          make_scores(p, s, few, at.q, k, block, run, cells, at.scores, LANES, nullptr);
           for (int64_t i = 0; i < n; i++)
             for (int j = 0; j < N; j++) {
               float* place = at.scores + i * LANES + j * W;
@@ -73,9 +72,11 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
           for (int i = 0; i < LANES; i++) lines[i] = at.turned + i * n;
           transpose_out(at.scores, n, lines);
           for (int i = 0; i < count; i++) {
-            int64_t line = p.average ? b * p.L + s.l[i] : (b * p.H + s.h[i]) * p.L + s.l[i];
-            float* to = p.weights + line * p.S + first + start;
-            for (int64_t c = 0; c < n; c++) to[c] += lines[i][c];
+            float* to = line_of(i) + start;
+            if (!p.average)
+              memcpy(to, lines[i], size_t(n) * sizeof(float));
+            else
+              for (int64_t c = 0; c < n; c++) to[c] += lines[i][c];
           }
         }
       }

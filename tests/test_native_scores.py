@@ -130,6 +130,27 @@ def test_a_position_of_one_s_own(dtype):
         hold(given(mask, 2, 4, 2, 5, 11, bias=Slopes(dtype)), (f32,))
 
 
+class Causal(mh.Position):
+    """Hides what comes after the query by a low number."""
+
+    biases = True
+
+    def __init__(self, dtype: torch.dtype, low: float) -> None:
+        self.dtype, self.low = dtype, low
+
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        far = q_positions[..., :, None] - k_positions[..., None, :]
+        return torch.zeros(far.shape, dtype=self.dtype).masked_fill(far < 0, self.low)[..., None, :, :]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, f64], ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_the_lowest_numbers_of_a_position_hide(dtype, share):
+    places = {"q_positions": torch.arange(5) - 2, "k_positions": torch.arange(11)}  # the first two see nothing
+    low = torch.finfo(dtype).min * share
+    hold(given(None, 2, 4, 2, 5, 11, bias=Causal(dtype, low), **places), (f32, torch.bfloat16))
+
+
 POSITIONS: dict[str, Any] = {
     "default": lambda *_: (None, None),
     "shifted": lambda L, S: (torch.arange(L) + 500, torch.arange(S) + 490),

@@ -91,7 +91,7 @@ def _path() -> Path | str:
         return "it is built on Linux only, for now"
     return (
         "it was not built when multihead was installed, which takes a C++17 compiler. "
-        "Next: install one (g++ or clang++), then multihead again"
+        "Next: install one (g++ or clang++), then multihead again; where there is one, `make native` says what fails"
     )
 
 

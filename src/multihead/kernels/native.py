@@ -43,9 +43,25 @@ def refusals(request: Request) -> list[str]:
         reasons.append(f"softcap={request.softcap}: it takes {_LEAST_SOFTCAP} and more")
     if torch._C._get_tracing_state() is not None:
         reasons.append("torch.jit.trace and ONNX: the program would need the native library where it runs")
-    if type(q) is not Tensor and is_traceable_wrapper_subclass(q) and not torch.compiler.is_compiling():
-        reasons.append(f"{type(q).__name__}: a tensor made of others, and the operation knows none of its rules")
+    if not torch.compiler.is_compiling():
+        held = [q, request.k, request.v] if request.is_plain else _held(request)
+        for one in held:
+            if type(one) is not Tensor and is_traceable_wrapper_subclass(one):
+                reasons.append(
+                    f"{type(one).__name__}: a tensor made of others, whose rules the operation does not know"
+                )
+                break
     return reasons if request.mask is None else reasons + mask_refusals(request.mask)
+
+
+def _held(request: Request) -> list[Tensor]:
+    """All tensors of a call."""
+    held = [request.q, request.k, request.v]
+    if isinstance(request.bias, Tensor):
+        held.append(request.bias)
+    if request.mask is not None:
+        held += request.mask.tensors().values()
+    return held if request.has_default_positions else [*held, *request.positions()]
 
 
 def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is asked in the same way)
@@ -94,13 +110,14 @@ def attend(request: Request, wants_state: bool = True) -> tuple[Tensor, Tensor, 
     if not _records(request, bias):
         out, lse, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, wants_state)
         return out, lse, state
-    if torch.compiler.is_compiling():  # which wants each tensor once
-        shell, k, v = None, k.view_as(k), v.view_as(v)
-    else:
-        shell = _shell(request)
     numbers = scores.scale, scores.softcap, scores.dropout, scores.lowest
-    tensors = scores.slopes, scores.q_positions, scores.k_positions, seed, *scores.tables
-    return _Native.apply(q, k, v, bias, shell, scores.steps, *numbers, *tensors, *_originals(request, scores))
+    tensors = [scores.slopes, scores.q_positions, scores.k_positions, seed, *scores.tables]
+    if torch.compiler.is_compiling():  # which wants each tensor once
+        k, v, tensors = k.view_as(k), v.view_as(v), [None if t is None else t.view_as(t) for t in tensors]
+        bias = None if bias is None else bias.view_as(bias)
+        return _Native.apply(q, k, v, bias, None, scores.steps, *numbers, *tensors)
+    kept = _originals(request, scores)
+    return _Native.apply(q, k, v, bias, _shell(request), scores.steps, *numbers, *tensors, *kept)
 
 
 def weights(request: Request, state: Tensor, average: bool) -> Tensor:
