@@ -88,7 +88,7 @@ static void to_panels(const float* row, int64_t width, float factor, float* pane
 static void open_rows(const Problem& p, const Strip& s, int index, bool few, const BackwardRoom& at) {
   int64_t wide = p.D > p.V ? p.D : p.V;
   float *zeros = at.rows, *room = at.rows + wide;
-  memset(zeros, 0, size_t(wide) * sizeof(float));
+  clear(zeros, size_t(wide) * sizeof(float));
   const float *q_rows[LANES], *grad_rows[LANES];
   bool takes_part[LANES];
   for (int i = 0; i < LANES; i++) {
@@ -114,7 +114,7 @@ static void open_rows(const Problem& p, const Strip& s, int index, bool few, con
   else
     transpose_in(q_rows, p.D, query_factor(p), at.q + index * at.q_size);
   for (int i = 0; i < LANES; i++) to_panels(q_rows[i], p.D, p.scale, at.q_panels, at.row_count, index * LANES + i);
-  memset(at.grad_q + index * at.q_size, 0, size_t(at.q_size) * sizeof(float));
+  clear(at.grad_q + index * at.q_size, size_t(at.q_size) * sizeof(float));
 }
 
 // From scores to weights, and from dO V^T to the gradient by the scores: both in place, for n keys of one strip.
@@ -190,8 +190,8 @@ static void add_keys_and_values(const Problem& p, const BackwardRoom& at, const 
       if (cells[i].some >> c & 1) continue;
       int64_t n = keys - c * CELL < CELL ? keys - c * CELL : CELL;
       for (int64_t k = c * CELL; k < c * CELL + n; k++) {
-        memset(at.weights + k * at.row_count + i * LANES, 0, LANES * sizeof(float));
-        memset(at.grad_scores + k * at.row_count + i * LANES, 0, LANES * sizeof(float));
+        clear(at.weights + k * at.row_count + i * LANES, LANES * sizeof(float));
+        clear(at.grad_scores + k * at.row_count + i * LANES, LANES * sizeof(float));
       }
     }
   }
@@ -236,8 +236,8 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
   last_key = last_key < p.S ? last_key : p.S;
   if (wanted & GRAD_KV)
     for (int64_t k = first_key; k < last_key; k++) {
-      memset(grad_k + k * k_step, 0, size_t(p.D) * sizeof(float));
-      memset(grad_v + k * v_step, 0, size_t(p.V) * sizeof(float));
+      clear(grad_k + k * k_step, size_t(p.D) * sizeof(float));
+      clear(grad_v + k * v_step, size_t(p.V) * sizeof(float));
     }
 
   for (int64_t row_block = first_row_block; row_block < last_row_block; row_block++) {
@@ -285,7 +285,7 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
     for (int i = 0; i < strips; i++) {
       const Strip& s = at.strips[i];
       float* grad_q = at.grad_q + i * at.q_size;
-      if (!is_open) memset(grad_q, 0, size_t(at.q_size) * sizeof(float));
+      if (!is_open) clear(grad_q, size_t(at.q_size) * sizeof(float));
       Ints bad = {}, takes_part[N];
       for (int j = 0; j < LANES; j++) {
         float top = p.state[(b * p.H + s.h[j]) * p.L + s.l[j]];

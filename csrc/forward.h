@@ -115,7 +115,7 @@ static void pack_queries(const Problem& p, const Strip& s, bool few, float* to, 
     if (i < s.count)
       rows[i] = read_row(p.q, s.b, s.h[i], s.l[i], p.D, room + i * p.D);
     else
-      memset(room + i * p.D, 0, size_t(p.D) * sizeof(float));
+      clear(room + i * p.D, size_t(p.D) * sizeof(float));
   }
   if (few)
     copy_queries(p, s.count, rows, to);
@@ -130,7 +130,7 @@ static void make_scores(const Problem& p, const Strip& s, bool few, const float*
   int64_t start = run.first * CELL, n = keys_of(run, keys_in(p, block));
   const float* keys = k.data + start * k.step;
   if (few) {  // one strip, so ld is LANES
-    memset(scores, 0, size_t(n * LANES) * sizeof(float));
+    clear(scores, size_t(n * LANES) * sizeof(float));
     dots(p, s.count, q, keys, k.step, n, scores);
   } else {
     product<Along::depth, Into::fresh>(n, keys, k.step, q, LANES, scores, ld, p.D);
@@ -217,7 +217,7 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
     open_strip(p, b, head, first_row + i * LANES, s);
     pack_queries(p, s, few, at.q + i * at.q_size, at.rows);
     for (int j = 0; j < N; j++) at.states[i].top[j] = all(-INF), at.states[i].sum[j] = Floats{};
-    memset(at.out + i * at.out_size, 0, size_t(at.out_size) * sizeof(float));
+    clear(at.out + i * at.out_size, size_t(at.out_size) * sizeof(float));
   }
 
   int64_t last_key = p.S, block = 0;
@@ -288,7 +288,7 @@ static bool combine(const Problem& p, int64_t b, int64_t head, void* memory) {
         top[i] = here > top[i] ? here : top[i];
       }
       float base = top[i] == -INF ? 0 : top[i], *row = out + i * v;
-      memset(row, 0, size_t(v) * sizeof(float));
+      clear(row, size_t(v) * sizeof(float));
       for (int64_t part = 0; part < p.parts; part++) {
         const float* found = part_of(p, b, head, part, first + i);
         float factor = power(all(found[0] - base))[0];

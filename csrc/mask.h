@@ -154,10 +154,13 @@ static Cells in_table_row(const uint8_t* table, int64_t step, int64_t keys) {
 
 INLINE double distance(const Positions& at, double q, double k) { return at.rounds ? double(float(q - k)) : q - k; }
 
+// As PyTorch has it: beyond 64 bits it wraps around.
+INLINE int64_t huge_distance(int64_t q, int64_t k) { return int64_t(uint64_t(q) - uint64_t(k)); }
+
 // The distance of a lane to a key where positions are not narrow.
 INLINE double far_distance(const Positions& at, const Strip& s, int lane, int64_t key) {
   if (at.kind == PositionKind::wide) return distance(at, s.wide_position[lane], ((const double*)at.k)[key]);
-  return double(__int128(s.huge_position[lane]) - ((const int64_t*)at.k)[key]);
+  return double(huge_distance(s.huge_position[lane], ((const int64_t*)at.k)[key]));
 }
 
 static Cells look_by_kind(const Problem& p, const Strip& s, int n, int64_t block, int64_t keys) {
@@ -240,9 +243,9 @@ static void see_by_kind(const Problem& p, const Strip& s, int n, int64_t first, 
       if (at.kind == PositionKind::huge) {
         for (int64_t k = 0; k < keys; k++)
           for (int i = 0; i < LANES; i++) {
-            __int128 d = __int128(s.huge_position[i]) - ((const int64_t*)at.k)[k_row + k];
+            int64_t d = huge_distance(s.huge_position[i], ((const int64_t*)at.k)[k_row + k]);
             bool is_seen = m.whole_left == INT64_MAX || d <= m.whole_left;
-            is_seen &= m.whole_right == INT64_MAX || -d <= m.whole_right;
+            is_seen &= m.whole_right == INT64_MAX || __int128(d) >= -__int128(m.whole_right);
             answer[k][i / W][i % W] = -int32_t(is_seen);
           }
         return;

@@ -312,6 +312,7 @@ void Setup::read_mask(const Call& call) {
         // Prefixes are counted from the positions' origin.
         const bool moves = step.kind == MaskKind::prefix;
         const auto place = [&](std::int64_t one) {  // what is beyond 64 bits is beyond all positions
+          if (moves && p.positions.rounds) return static_cast<std::int64_t>(static_cast<float>(one));  // as it is compared in PyTorch
           std::int64_t moved = one;
           if (moves && __builtin_sub_overflow(one, origin_, &moved)) moved = origin_ < 0 ? INT64_MAX : INT64_MIN;
           return moved;

@@ -123,7 +123,7 @@ static void find_seen(const Problem& p, int64_t b, int64_t head, void* memory) {
   Strip& s = *room.take<Strip>(1);
   float* scores = room.take(KEY_BLOCK * LANES);
   uint8_t* seen = p.seen + (b * p.K + head) * p.S;
-  memset(seen, 0, size_t(p.S));
+  clear(seen, size_t(p.S));
   for (int64_t row = 0; row < p.G * p.L; row += LANES) {
     open_strip(p, b, head, row, s);
     for (int64_t block = 0; block * KEY_BLOCK < p.S; block++) {
@@ -131,7 +131,7 @@ static void find_seen(const Problem& p, int64_t b, int64_t head, void* memory) {
       Cells cells = look(p, s, block);
       for (Run run = next_run(cells.some, 0); run.cells; run = next_run(cells.some, run.first + run.cells)) {
         int64_t n = keys_of(run, keys);
-        memset(scores, 0, size_t(n * LANES) * sizeof(float));
+        clear(scores, size_t(n * LANES) * sizeof(float));
         adjust(p, s, block, run, cells.every, scores, LANES, nullptr);
         for (int64_t k = 0; k < n; k++)
           for (int i = 0; i < LANES; i++)

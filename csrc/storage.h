@@ -42,6 +42,11 @@ INLINE uint16_t to_f16(float x) {  // to the nearest, ties to even
   return uint16_t(sign | found);
 }
 
+// Zeros; also of nothing, whose address may be null.
+INLINE void clear(void* to, size_t bytes) {
+  if (bytes) memset(to, 0, bytes);
+}
+
 // Up to whole vectors.
 INLINE int64_t padded(int64_t width) { return (width + W - 1) / W * W; }
 
@@ -84,7 +89,7 @@ static void write_row(const Tensor4& t, int64_t b, int64_t head, int64_t token, 
   int64_t offset = offset_of(t, b, head, token), step = t.stride[3];
   if (t.dtype == Dtype::f32) {
     float* to = (float*)t.data + offset;
-    if (step == 1)
+    if (step == 1 && n > 0)
       memcpy(to, from, size_t(n) * sizeof(float));
     else
       for (int64_t i = 0; i < n; i++) to[i * step] = from[i];

@@ -33,7 +33,7 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
   Strip& s = *at.strip;
   float share = p.average ? 1.0f / float(p.H) : 1.0f;
   if (p.average)
-    memset(p.weights + (b * p.L + first_query) * p.S, 0, size_t((last_query - first_query) * p.S) * sizeof(float));
+    clear(p.weights + (b * p.L + first_query) * p.S, size_t((last_query - first_query) * p.S) * sizeof(float));
   for (int64_t head = 0; head < p.K; head++) {
     for (int64_t row = first_query * p.G; row < last_query * p.G; row += LANES) {
       open_strip(p, b, head, row, s);
@@ -56,7 +56,7 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
           return p.weights + line * p.S + first;
         };
         if (!p.average && next_run(cells.some, 0).cells * CELL < keys)  // what is hidden is zeros
-          for (int i = 0; i < count; i++) memset(line_of(i), 0, size_t(keys) * sizeof(float));
+          for (int i = 0; i < count; i++) clear(line_of(i), size_t(keys) * sizeof(float));
         if (!cells.some) continue;
         Rows k = read_keys(p, p.k, b, head, first, keys, cells.some, p.D, few, at.keys);
         for (Run run = next_run(cells.some, 0); run.cells; run = next_run(cells.some, run.first + run.cells)) {

@@ -105,7 +105,7 @@ def attend(request: Request, wants_state: bool = True) -> tuple[Tensor, Tensor, 
     """out (B,H,L,V), lse (B,H,L), and of each row what `weights` needs, (2,B,H,L)."""
     # One number from torch's own generator: dropout repeats under torch.manual_seed and under checkpointing.
     seed = torch.randint(2**62, (), device=request.q.device) if request.dropout else None
-    bias, scores = _bias(request), _scores(request, seed)
+    bias, scores = _scores(request, seed)
     q, k, v = request.q, request.k, request.v
     if not _records(request, bias):
         out, lse, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, wants_state)
@@ -123,7 +123,7 @@ def attend(request: Request, wants_state: bool = True) -> tuple[Tensor, Tensor, 
 def weights(request: Request, state: Tensor, average: bool) -> Tensor:
     """The weights before dropout (B, H, L, S) or their mean over heads (B, L, S), float32, of a request that this
     kernel ran; `state` is what `attend` gave. A gradient that comes in through them goes by the definition."""
-    bias, scores = _bias(request), _scores(request, None)
+    bias, scores = _scores(request, None)
     if not _records(request, bias):
         return torch.ops.multihead.weights.default(state, request.q, request.k, request.k, bias, *scores, average)
     watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
@@ -152,7 +152,9 @@ def _shell(request: Request) -> Request:
     return request.with_tensors(nothing, nothing, nothing, None if isinstance(request.bias, Tensor) else request.bias)
 
 
-def _scores(request: Request, seed: Tensor | None) -> _Scores:
+def _scores(request: Request, seed: Tensor | None) -> tuple[Tensor | None, _Scores]:
+    """The bias, and the rest."""
+    bias, lowest = _bias(request)
     steps, tables = as_postfix(request.mask)
     slopes: Tensor | None = None
     if isinstance(request.bias, ALiBi):
@@ -160,24 +162,21 @@ def _scores(request: Request, seed: Tensor | None) -> _Scores:
     q_at, k_at = (None, None) if request.has_default_positions else map(_countable, request.positions())
     softcap = 0.0 if request.softcap is None else float(request.softcap)
     dropout = 0.0 if seed is None else float(request.dropout)
-    is_narrow = isinstance(request.bias, Tensor) and request.bias.dtype in _DTYPES
-    lowest = None if is_narrow else -math.inf  # those of other dtypes are -inf by then
-    return _Scores(slopes, q_at, k_at, steps, tables, float(request.scale), softcap, dropout, seed, lowest)
+    return bias, _Scores(slopes, q_at, k_at, steps, tables, float(request.scale), softcap, dropout, seed, lowest)
 
 
-def _bias(request: Request) -> Tensor | None:
-    """The bias as the operation reads it: (B or 1, H or 1, L or 1, S or 1), in one of its dtypes. ALiBi needs none."""
+def _bias(request: Request) -> tuple[Tensor | None, float | None]:
+    """The bias as the operation reads it, (B or 1, H or 1, L or 1, S or 1) in one of its dtypes, and what hides in it:
+    None for the lowest numbers of its dtype. ALiBi needs none."""
     bias = request.bias
-    if bias is None or isinstance(bias, ALiBi):
-        return None
     if isinstance(bias, Position):
-        bias = request.added()
-        if bias is None:
-            return None
+        bias = None if isinstance(bias, ALiBi) else request.added()
+    if bias is None:
+        return None, None
     bias = bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
     if bias.dtype in _DTYPES:
-        return bias
-    return without_lowest(bias).to(torch.float32)
+        return bias, None
+    return without_lowest(bias).to(torch.float32), -math.inf  # its lowest numbers are -inf by then
 
 
 def _countable(positions: Tensor) -> Tensor:
