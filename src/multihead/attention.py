@@ -166,11 +166,7 @@ def attention_weights(
         )
         if sinks is not None:
             _check_sinks(sinks, q)
-        if sinks is None and _by_native(request):
-            with torch.no_grad():
-                _, _, state = native.attend(request)
-            weights = native.weights(request, state, average=False)
-        elif sinks is None and not rows.refusals(request):
+        if sinks is None and not rows.refusals(request):  # without an output the native kernel would have no state
             _, weights = rows.attend(request, average=False, with_out=False)
         else:
             weights = _by_definition(request, sinks).weights
