@@ -226,6 +226,26 @@ def test_a_nan_in_one_row_stays_in_its_row(size):
             assert grad[~spoilt].isfinite().all()
 
 
+@pytest.mark.parametrize("junk", [nan, inf])
+@pytest.mark.parametrize("size", ["small", "blocks", "parts of strips"])
+def test_a_blind_row_is_zero_beside_garbage_that_others_see(size, junk):
+    B, H, K, L, S = SIZES[size]
+    keep = torch.ones(L, S, dtype=torch.bool)
+    keep[[0, L // 2]] = False
+    generator = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(s, generator=generator) for s in ((B, H, L, 5), (B, K, S, 5), (B, K, S, 8))]
+    leaves[1][:, :, S // 3] = leaves[2][:, :, S // 2] = junk
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out, lse = mh.attention(*leaves, keep, kernel="native", return_lse=True)
+    grad = torch.autograd.grad(out.sum() + lse.masked_fill(lse == -inf, 0.0).sum(), leaves[0])[0]
+    for row in (0, L // 2):
+        assert not out[:, :, row].any()
+        assert (lse[:, :, row] == -inf).all()
+        assert not grad[:, :, row].any()
+    assert not out[:, :, 1].isfinite().any() or junk == inf
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_infinities_that_are_seen_are_those_of_the_definition(size):
     B, H, K, L, S = SIZES[size]
