@@ -141,7 +141,8 @@ static __attribute__((noinline)) void weights_and_gradient(const Problem& p, con
 }
 
 template <typename Number>
-static void add_to(Number* sums, const Problem& p, const Strip& s, int64_t first, int64_t n, const float* grad, int64_t ld) {
+static void add_to(Number* sums, const Problem& p, const Strip& s, int64_t first, int64_t n, const float* grad,
+                   int64_t ld) {
   const int64_t* stride = p.grad_bias_stride;
   for (int i = 0; i < s.count; i++) {
     Number* to = sums + s.b * stride[0] + s.h[i] * stride[1] + s.l[i] * stride[2] + first * stride[3];
@@ -247,8 +248,7 @@ static bool backward(const Problem& p, int64_t b, int64_t head, int64_t first_ro
     for (int i = 0; i < strips; i++) open_strip(p, b, head, first_row + i * LANES, at.strips[i]);
     for (int64_t block = first_key_block; block < last_key_block; block++) {
       Cells cells[STRIPS];
-      uint32_t some = 0;
-      for (int i = 0; i < strips; i++) cells[i] = look(p, at.strips[i], block), some |= cells[i].some;
+      uint32_t some = look_all(p, at.strips, strips, block, cells);
       if (!some) continue;
       if (!is_open)
         for (int i = 0; i < strips; i++) open_rows(p, at.strips[i], i, few, at);

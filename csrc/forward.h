@@ -27,10 +27,10 @@ struct Softmax {
 
 // Weights of a block from its scores, in place, not yet divided by their sum. Returns whether the output so far has to
 // shrink, by `shrink`.
-static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, Softmax& state, uint32_t some,
+static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, Softmax& softmax, uint32_t some,
                                             int64_t block, int64_t keys, float* scores, Floats shrink[N]) {
   Floats top[N];
-  for (int j = 0; j < N; j++) top[j] = state.top[j];
+  for (int j = 0; j < N; j++) top[j] = softmax.top[j];
   for (Run run = next_run(some, 0); run.cells; run = next_run(some, run.first + run.cells)) {
     const float* line = scores + run.first * CELL * LANES;
     for (int64_t k = keys_of(run, keys); k > 0; k--, line += LANES)
@@ -39,10 +39,10 @@ static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, So
   Floats base[N];
   bool changes = false;
   for (int j = 0; j < N; j++) {
-    changes |= any(top[j] != state.top[j]);
+    changes |= any(top[j] != softmax.top[j]);
     base[j] = top[j] == -INF ? Floats{} : top[j];  // rows that have seen nothing yet
-    shrink[j] = power(state.top[j] - base[j]);
-    state.top[j] = top[j];
+    shrink[j] = power(softmax.top[j] - base[j]);
+    softmax.top[j] = top[j];
   }
   Floats sum[N] = {}, other[N] = {};
   for (Run run = next_run(some, 0); run.cells; run = next_run(some, run.first + run.cells)) {
@@ -77,14 +77,14 @@ static __attribute__((noinline)) bool weigh(const Problem& p, const Strip& s, So
         sum[j] += a;
       }
   }
-  for (int j = 0; j < N; j++) state.sum[j] = state.sum[j] * shrink[j] + (sum[j] + other[j]);
+  for (int j = 0; j < N; j++) softmax.sum[j] = softmax.sum[j] * shrink[j] + (sum[j] + other[j]);
   return changes;
 }
 
 // The strips of a row block and what is kept for them.
 struct ForwardRoom {
   Strip* strips;
-  Softmax* states;
+  Softmax* softmaxes;
   float *q, *out;  // of each strip: [D][LANES], [V][LANES]; in decode.h [rows][D], [rows][V]
   float *scores, *keys, *values, *rows;
   int64_t q_size, out_size;
@@ -95,7 +95,7 @@ struct ForwardRoom {
     strips_used = strips_used < STRIPS ? strips_used : STRIPS;
     q_size = d * LANES, out_size = v * LANES;
     strips = room.take<Strip>(strips_used);
-    states = room.take<Softmax>(strips_used);
+    softmaxes = room.take<Softmax>(strips_used);
     q = room.take(strips_used * q_size);
     out = room.take(strips_used * out_size);
     int64_t block = p.S < KEY_BLOCK ? p.S : KEY_BLOCK;
@@ -163,12 +163,12 @@ static void write_rest(const Problem& p, const Strip& s, int row, const float* e
 
 // Divide by the sums and write. Rows that have seen nothing are zeros, whatever the values hold. False: something is not
 // finite.
-static bool finish(const Problem& p, const Strip& s, const Softmax& state, float* out, bool few, float* room) {
+static bool finish(const Problem& p, const Strip& s, const Softmax& softmax, float* out, bool few, float* room) {
   Floats factor[N];
   Ints is_blind[N], bad = {};
   for (int j = 0; j < N; j++) {
-    is_blind[j] = state.sum[j] == 0.0f;
-    factor[j] = is_blind[j] ? Floats{} : p.keep_scale / state.sum[j];
+    is_blind[j] = softmax.sum[j] == 0.0f;
+    factor[j] = is_blind[j] ? Floats{} : p.keep_scale / softmax.sum[j];
     bad |= not_finite(factor[j]);
   }
   const float* rows = out;
@@ -195,7 +195,7 @@ static bool finish(const Problem& p, const Strip& s, const Softmax& state, float
     if (!is_written) write_row(p.out, s.b, s.h[i], s.l[i], p.V, rows + i * step);
     if (p.rest.data) write_rest(p, s, i, rows + i * step);
     int64_t place = (s.b * p.H + s.h[i]) * p.L + s.l[i];
-    float sum = state.sum[i / W][i % W], top = state.top[i / W][i % W];
+    float sum = softmax.sum[i / W][i % W], top = softmax.top[i / W][i % W];
     bool blind = is_blind[i / W][i % W];
     p.lse[place] = blind ? -INF : top * LN_2 + __builtin_logf(sum);
     if (!p.state) continue;
@@ -216,19 +216,15 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
     Strip& s = at.strips[i];
     open_strip(p, b, head, first_row + i * LANES, s);
     pack_queries(p, s, few, at.q + i * at.q_size, at.rows);
-    for (int j = 0; j < N; j++) at.states[i].top[j] = all(-INF), at.states[i].sum[j] = Floats{};
+    for (int j = 0; j < N; j++) at.softmaxes[i].top[j] = all(-INF), at.softmaxes[i].sum[j] = Floats{};
     clear(at.out + i * at.out_size, size_t(at.out_size) * sizeof(float));
   }
 
-  int64_t last_key = p.S, block = 0;
-  if (p.parts > 1) {
-    block = part * p.part_keys / KEY_BLOCK;
-    last_key = (part + 1) * p.part_keys < p.S ? (part + 1) * p.part_keys : p.S;
-  }
-  for (; block * KEY_BLOCK < last_key; block++) {
+  int64_t block = p.parts > 1 ? part * PART_BLOCKS : 0;
+  int64_t last_block = p.parts > 1 ? block + PART_BLOCKS : key_blocks(p);
+  for (; block < last_block && block < key_blocks(p); block++) {
     Cells cells[STRIPS];
-    uint32_t some = 0;
-    for (int i = 0; i < strips; i++) cells[i] = look(p, at.strips[i], block), some |= cells[i].some;
+    uint32_t some = look_all(p, at.strips, strips, block, cells);
     if (!some) continue;
     int64_t first = block * KEY_BLOCK, keys = keys_in(p, block);
     Rows k = read_keys(p, p.k, b, head, first, keys, some, p.D, few, at.keys);
@@ -242,7 +238,7 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
         make_scores(p, s, few, q, k, block, run, cells[i], at.scores + run.first * CELL * LANES, LANES, nullptr);
       }
       Floats shrink[N];
-      if (weigh(p, s, at.states[i], own, block, keys, at.scores, shrink)) {
+      if (weigh(p, s, at.softmaxes[i], own, block, keys, at.scores, shrink)) {
         if (few)
           shrink_rows(p, s.count, (const float*)shrink, out);
         else
@@ -262,10 +258,10 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
   bool good = true;
   for (int i = 0; i < strips; i++) {
     if (p.parts > 1)
-      keep_part(p, at.strips[i], part, (const float*)at.states[i].top, (const float*)at.states[i].sum,
+      keep_part(p, at.strips[i], part, (const float*)at.softmaxes[i].top, (const float*)at.softmaxes[i].sum,
                 at.out + i * at.out_size, few, at.rows);
     else
-      good &= finish(p, at.strips[i], at.states[i], at.out + i * at.out_size, few, at.rows);
+      good &= finish(p, at.strips[i], at.softmaxes[i], at.out + i * at.out_size, few, at.rows);
   }
   return good;
 }
@@ -274,13 +270,13 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
 static bool combine(const Problem& p, int64_t b, int64_t head, void* memory) {
   Room room(memory);
   Strip& s = *room.take<Strip>(1);
-  Softmax state;
+  Softmax softmax;
   int64_t v = padded(p.V), rows = p.G * p.L;
   float* out = room.take(LANES * v);
   bool good = true;
   for (int64_t first = 0; first < rows; first += LANES) {
     open_strip(p, b, head, first, s);
-    float *top = (float*)state.top, *sum = (float*)state.sum;
+    float *top = (float*)softmax.top, *sum = (float*)softmax.sum;
     for (int i = 0; i < LANES; i++) top[i] = -INF, sum[i] = 0;
     for (int i = 0; i < s.count; i++) {
       for (int64_t part = 0; part < p.parts; part++) {
@@ -296,7 +292,7 @@ static bool combine(const Problem& p, int64_t b, int64_t head, void* memory) {
         for (int64_t c = 0; c < p.V; c++) row[c] += factor * found[2 + c];
       }
     }
-    good &= finish(p, s, state, out, true, nullptr);
+    good &= finish(p, s, softmax, out, true, nullptr);
   }
   return good;
 }

@@ -14,6 +14,8 @@ constexpr int64_t CELL = 8;
 constexpr int64_t CELLS = 24;  // to a block: one bit each in a uint32_t
 constexpr int64_t KEY_BLOCK = CELL * CELLS;
 
+constexpr int64_t PART_BLOCKS = 4;
+
 constexpr int ROWS_AT_ONCE = 64;  // share the keys of a block while they are in the cache
 
 constexpr int MAX_STEPS = 32;  // of a mask
@@ -28,12 +30,13 @@ struct Tensor4 {
   int64_t stride[4];
 };
 
-// Least and greatest value of each cell and of each block of keys.
+// Least and greatest value of each cell and of each block of keys, (B or 1, cells) and (B or 1, blocks).
 struct Ranges {
   const double* cell_low;
   const double* cell_high;
   const double* block_low;
   const double* block_high;
+  int64_t cells, blocks;  // from one row of the batch to the next; 0 where all rows share them
 };
 
 // Where tokens stand, counted from a common origin: 32-bit whole numbers wherever they fit, else doubles, and whole numbers
@@ -42,14 +45,12 @@ enum class PositionKind { narrow, wide, huge };
 
 struct Positions {
   PositionKind kind;
-  bool rounds;         // distances are rounded to float, as those of float positions are in PyTorch
-  const void* q;       // (B or 1, L)
-  const void* k;       // (B or 1, S)
-  int64_t q_stride;    // from one row of the batch to the next: L or 0
-  int64_t k_stride;    // S or 0
-  Ranges k_ranges;     // of row b of the batch: moved by b * k_cells and b * k_blocks
-  int64_t k_cells;     // 0 where all rows of the batch share them
-  int64_t k_blocks;
+  bool rounds;       // distances are rounded to float, as those of float positions are in PyTorch
+  const void* q;     // (B or 1, L)
+  const void* k;     // (B or 1, S)
+  int64_t q_stride;  // from one row of the batch to the next: L or 0
+  int64_t k_stride;  // S or 0
+  Ranges k_ranges;
 };
 
 // One step of a mask, which is written in postfix order: kinds that look, and operations on the last one or two answers.
@@ -57,17 +58,17 @@ enum class MaskKind { window, lengths, prefix, padding, documents, dense, both, 
 
 struct MaskStep {
   MaskKind kind;
-  double left, right;        // window: bounds of the distance, q - k in -right .. left; infinite: none
-  int64_t whole_left, whole_right;  // the same for huge positions; INT64_MAX: none
-  const int64_t* numbers;    // lengths, prefix: n (B or 1), of a prefix counted from the positions' origin
-  const uint8_t* table;      // padding (B or 1, S), dense (B or 1, H or 1, L or 1, S or 1)
-  int64_t stride[4];         // of the table or the numbers; 0 along an axis of 1
-  const int32_t* q_ids;      // documents (B or 1, L), (B or 1, S)
+  int64_t left, right;     // window: bounds of the distance, q - k in -right .. left; NO_BOUND: none
+  const int64_t* numbers;  // lengths, prefix: n (B or 1), of a prefix counted from the positions' origin
+  const uint8_t* table;    // padding (B or 1, S), dense (B or 1, H or 1, L or 1, S or 1)
+  int64_t stride[4];       // of the table or the numbers; 0 along an axis of 1
+  const int32_t* q_ids;    // documents (B or 1, L), (B or 1, S)
   const int32_t* k_ids;
   int64_t q_stride, k_stride;
   Ranges k_ranges;
-  int64_t k_cells, k_blocks;
 };
+
+constexpr int64_t NO_BOUND = INT64_MAX;
 
 struct Bias {
   const void* data;  // null: there is none. (B or 1, H or 1, L or 1, S or 1)
@@ -102,8 +103,8 @@ struct Problem {
 
   // Backward.
   Tensor4 grad_out, grad_q, grad_k, grad_v;
-  const float* grad_lse;  // (B, H, L), contiguous, or null
-  float* grad_bias;       // in the shape of the bias, or null
+  const float* grad_lse;   // (B, H, L), contiguous, or null
+  float* grad_bias;        // in the shape of the bias, or null
   double* grad_bias_sums;  // in its place where many rows add to each number, or null
   int64_t grad_bias_stride[4];
 
@@ -111,11 +112,12 @@ struct Problem {
   float* weights;
   bool average;
 
-  // Few queries against many keys: the keys of one row are shared out in `parts`, whose results wait here.
-  int64_t parts;
-  int64_t part_keys;  // a multiple of KEY_BLOCK
-  float* partial;     // (B, K, parts, rows, 2 + V): maximum, sum, output
+  // Few queries against many keys: those of one row are shared out in `parts`, PART_BLOCKS each, whose results wait here.
+  int64_t parts;   // 1: they are not
+  float* partial;  // (B, K, parts, rows, 2 + V): maximum, sum, output
 };
+
+static inline int64_t key_blocks(const Problem& p) { return (p.S + KEY_BLOCK - 1) / KEY_BLOCK; }
 
 // What a part of the backward pass is to find.
 enum Wanted : unsigned { GRAD_Q = 1, GRAD_KV = 2, GRAD_BIAS = 4 };

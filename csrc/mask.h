@@ -100,12 +100,13 @@ struct Cells {
 // Ask about a block, and only if it is neither hidden nor visible as a whole, about each of its cells. `ask(low, high)`
 // answers for all keys whose values lie in a range: 0 none, 1 some, 2 every.
 template <typename Ask>
-INLINE Cells by_ranges(const Ranges& ranges, int64_t cell_base, int64_t block_base, int64_t block, int cells, Ask ask) {
-  int whole = ask(ranges.block_low[block_base + block], ranges.block_high[block_base + block]);
+INLINE Cells by_ranges(const Ranges& ranges, int64_t b, int64_t block, int cells, Ask ask) {
+  int64_t place = b * ranges.blocks + block;
+  int whole = ask(ranges.block_low[place], ranges.block_high[place]);
   if (whole != 1) return {whole ? ALL_CELLS : 0, whole ? ALL_CELLS : 0};
   Cells found = {0, 0};
-  const double* low = ranges.cell_low + cell_base + block * CELLS;
-  const double* high = ranges.cell_high + cell_base + block * CELLS;
+  const double* low = ranges.cell_low + b * ranges.cells + block * CELLS;
+  const double* high = ranges.cell_high + b * ranges.cells + block * CELLS;
   for (int c = 0; c < cells; c++) {
     int answer = ask(low[c], high[c]);
     found.some |= uint32_t(answer > 0) << c;
@@ -168,20 +169,22 @@ static Cells look_by_kind(const Problem& p, const Strip& s, int n, int64_t block
   const Positions& at = p.positions;
   int cells = int((keys + CELL - 1) / CELL);
   switch (m.kind) {
-    case MaskKind::window:
-      return by_ranges(at.k_ranges, s.b * at.k_cells, s.b * at.k_blocks, block, cells, [&](double low, double high) {
+    case MaskKind::window: {
+      double left = m.left == NO_BOUND ? INF : double(m.left), right = m.right == NO_BOUND ? INF : double(m.right);
+      return by_ranges(at.k_ranges, s.b, block, cells, [&](double low, double high) {
         double near = distance(at, s.low, high), far = distance(at, s.high, low);
-        if (near > m.left || far < -m.right) return 0;
-        return far <= m.left && near >= -m.right ? 2 : 1;
+        if (near > left || far < -right) return 0;
+        return far <= left && near >= -right ? 2 : 1;
       });
+    }
     case MaskKind::prefix: {
       double end = double(m.numbers[s.b * m.stride[0]]);
-      return by_ranges(at.k_ranges, s.b * at.k_cells, s.b * at.k_blocks, block, cells,
+      return by_ranges(at.k_ranges, s.b, block, cells,
                        [&](double low, double high) { return low >= end ? 0 : high < end ? 2 : 1; });
     }
     case MaskKind::documents: {
       double first = s.step[n].low, last = s.step[n].high;
-      return by_ranges(m.k_ranges, s.b * m.k_cells, s.b * m.k_blocks, block, cells, [&](double low, double high) {
+      return by_ranges(m.k_ranges, s.b, block, cells, [&](double low, double high) {
         if (high < first || low > last) return 0;
         return first == last && low == high && low == first ? 2 : 1;
       });
@@ -232,6 +235,19 @@ static Cells look(const Problem& p, const Strip& s, int64_t block) {
   return {stack[0].some & there, stack[0].every & there};
 }
 
+// The same of several strips. Returns the cells that some of them see.
+static uint32_t look_all(const Problem& p, const Strip* strips, int count, int64_t block, Cells* cells) {
+  uint32_t some = 0;
+  for (int i = 0; i < count; i++) cells[i] = look(p, strips[i], block), some |= cells[i].some;
+  return some;
+}
+
+// A bound of a window in 32 bits: one beyond all distances says as much as none.
+INLINE int32_t narrow_bound(int64_t n) {
+  constexpr int64_t FAR = INT32_MAX - 1;
+  return int32_t(n < -FAR ? -FAR : n < FAR ? n : FAR);
+}
+
 typedef Ints CellAnswer[CELL][N];  // -1 visible, 0 hidden
 
 static void see_by_kind(const Problem& p, const Strip& s, int n, int64_t first, int64_t keys, CellAnswer& answer) {
@@ -240,27 +256,24 @@ static void see_by_kind(const Problem& p, const Strip& s, int n, int64_t first, 
   int64_t k_row = s.b * at.k_stride + first;
   switch (m.kind) {
     case MaskKind::window: {
-      if (at.kind == PositionKind::huge) {
+      if (at.kind != PositionKind::narrow) {
+        bool has_left = m.left != NO_BOUND, has_right = m.right != NO_BOUND;  // inf - inf is no distance
         for (int64_t k = 0; k < keys; k++)
           for (int i = 0; i < LANES; i++) {
-            int64_t d = huge_distance(s.huge_position[i], ((const int64_t*)at.k)[k_row + k]);
-            bool is_seen = m.whole_left == INT64_MAX || d <= m.whole_left;
-            is_seen &= m.whole_right == INT64_MAX || __int128(d) >= -__int128(m.whole_right);
-            answer[k][i / W][i % W] = -int32_t(is_seen);
-          }
-        return;
-      }
-      if (at.kind == PositionKind::wide) {
-        bool has_left = m.left != __builtin_inf(), has_right = m.right != __builtin_inf();  // inf - inf is no distance
-        for (int64_t k = 0; k < keys; k++)
-          for (int i = 0; i < LANES; i++) {
-            double d = distance(at, s.wide_position[i], ((const double*)at.k)[k_row + k]);
-            answer[k][i / W][i % W] = (!has_left || d <= m.left) && (!has_right || d >= -m.right) ? -1 : 0;
+            bool before, after;  // too far before the query, or after it
+            if (at.kind == PositionKind::huge) {
+              int64_t d = huge_distance(s.huge_position[i], ((const int64_t*)at.k)[k_row + k]);
+              before = !(d <= m.left), after = !(__int128(d) >= -__int128(m.right));
+            } else {
+              double d = distance(at, s.wide_position[i], ((const double*)at.k)[k_row + k]);
+              before = !(d <= double(m.left)), after = !(d >= -double(m.right));  // so that NaN is both
+            }
+            answer[k][i / W][i % W] = -int32_t(!(has_left && before) && !(has_right && after));
           }
         return;
       }
       const int32_t* k_at = (const int32_t*)at.k + k_row;
-      Ints left = all_int(int32_t(m.left)), right = all_int(int32_t(-m.right));
+      Ints left = all_int(narrow_bound(m.left)), right = all_int(-narrow_bound(m.right));
       for (int64_t k = 0; k < keys; k++)
         for (int j = 0; j < N; j++) {
           Ints d = *(const Ints*)(s.position + j * W) - k_at[k];

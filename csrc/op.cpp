@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <memory>
 
 #include "arguments.h"
 #include "isa.h"
@@ -14,9 +13,9 @@ namespace multihead {
 namespace {
 
 void isa_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isa()); }
+void isas_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isas()); }
 // Changes with the operations and their arguments: kernels/library.py knows by it whether a library fits.
 void interface_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).integer(1); }
-void isas_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isas()); }
 
 // Memory to work in, one piece for each thread, kept from call to call unless it is large.
 class Scratch {
@@ -76,17 +75,20 @@ bool run(std::int64_t items, double products, std::size_t bytes, const Work& wor
 
 double products(const Problem& p) { return double(p.B) * double(p.H) * double(p.L) * double(p.S) * double(p.D + p.V); }
 
-// Something that is not finite came out. Perhaps it is what hidden keys hold, times a weight of 0: once more, without them.
-void leave_out_unseen(Setup& setup, std::size_t bytes) {
+// Runs once(), which returns whether all that came out is finite. If not, perhaps it is what hidden keys hold, times a
+// weight of 0: then once more, without them.
+template <typename Once>
+void leave_out_unseen(Setup& setup, std::size_t bytes, const Once& once) {
   Problem& p = setup.problem;
+  const bool hides = p.mask_steps > 0 || p.bias.data != nullptr;
+  if (once() || !hides) return;
   p.seen = setup.room_for_seen();
   run(p.B * p.K, products(p), bytes, [&](std::int64_t item, void* memory) {
     kernel().find_seen(p, item / p.K, item % p.K, memory);
     return true;
   });
+  once();
 }
-
-bool hides(const Problem& p) { return p.mask_steps > 0 || p.bias.data != nullptr; }
 
 // (B, heads, length, width) in the order in memory in which `like` has heads and tokens: one of
 // (B, heads, length, width) and (B, length, heads, width).
@@ -108,7 +110,9 @@ const float* numbers_of(const char* name, const Tensor& tensor, const std::vecto
     fits = sizes[i] <= 1 || tensor.stride(static_cast<std::int64_t>(i)) == step;
     step *= sizes[i];
   }
-  if (!fits && step != 0) throw std::runtime_error(std::string("multihead: ") + name + ": expected another shape, float32, contiguous");
+  if (!fits && step != 0) {
+    throw std::runtime_error(std::string("multihead: ") + name + ": expected another shape, float32, contiguous");
+  }
   return tensor.data<float>();
 }
 
@@ -118,11 +122,10 @@ float* state_of(const Problem& p, const Tensor& state) {  // it is only read
 
 // How the keys of a row are shared out where there are few rows. By sizes alone, so that results do not depend on threads.
 void share_out(Problem& p, std::vector<float>& partial) {
-  constexpr std::int64_t PART = 4 * KEY_BLOCK;
+  constexpr std::int64_t HEADS_ENOUGH = 32;
   p.parts = 1;
-  if (p.G * p.L > ROWS_AT_ONCE || p.B * p.K >= 32 || p.S < 2 * PART) return;
-  p.part_keys = PART;
-  p.parts = (p.S + PART - 1) / PART;
+  if (p.G * p.L > ROWS_AT_ONCE || p.B * p.K >= HEADS_ENOUGH || key_blocks(p) < 2 * PART_BLOCKS) return;
+  p.parts = (key_blocks(p) + PART_BLOCKS - 1) / PART_BLOCKS;
   partial.resize(static_cast<std::size_t>(p.B * p.K * p.parts * p.G * p.L * (2 + p.V)));
   p.partial = partial.data();
 }
@@ -150,7 +153,7 @@ void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   share_out(p, partial);
   const std::size_t bytes = isa.scratch_bytes(p, false);
   const std::int64_t row_blocks = isa.row_blocks(p);
-  const auto once = [&] {
+  leave_out_unseen(setup, bytes, [&] {
     const bool good = run(p.B * p.K * row_blocks * p.parts, products(p), bytes, [&](std::int64_t item, void* memory) {
       const std::int64_t part = item % p.parts, block = item / p.parts % row_blocks, head = item / p.parts / row_blocks;
       return isa.forward(p, head / p.K, head % p.K, block, part, memory);
@@ -159,11 +162,7 @@ void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
     return run(p.B * p.K, 0, bytes, [&](std::int64_t head, void* memory) {
       return isa.combine(p, head / p.K, head % p.K, memory);
     });
-  };
-  if (!once() && hides(p)) {
-    leave_out_unseen(setup, bytes);
-    once();
-  }
+  });
   Results(stack).tensor(std::move(out)).tensor(std::move(lse)).tensor(std::move(state)).tensor(std::move(rest));
 }
 
@@ -189,7 +188,8 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
   Tensor grad_q = empty_like(call.q, wants_q), grad_k = empty_like(call.k, wants_kv);
   Tensor grad_v = empty_like(call.v, wants_kv);
-  Tensor grad_bias = Tensor::empty(wants_bias ? call.bias->sizes() : std::vector<std::int64_t>{0}, aoti_torch_dtype_float32());
+  Tensor grad_bias =
+      Tensor::empty(wants_bias ? call.bias->sizes() : std::vector<std::int64_t>{0}, aoti_torch_dtype_float32());
   if (wants_q) p.grad_q = setup.four(grad_q);
   if (wants_kv) p.grad_k = setup.four(grad_k), p.grad_v = setup.four(grad_v);
   std::int64_t bias_size = 0;
@@ -208,7 +208,7 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   }
   p.parts = 1;
   const std::size_t bytes = isa.scratch_bytes(p, true);
-  const std::int64_t rows = isa.row_blocks(p), keys = (p.S + KEY_BLOCK - 1) / KEY_BLOCK, heads = p.B * p.K;
+  const std::int64_t rows = isa.row_blocks(p), keys = key_blocks(p), heads = p.B * p.K;
   // A head at a time, all of it. With fewer heads than threads two passes over smaller pieces, which compute the scores
   // twice but add up the same numbers in the same order.
   const bool by_heads = heads >= threads() || rows * keys == 1;
@@ -217,12 +217,12 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   const bool shares_bias = wants_bias && ((p.B > 1 && step[0] == 0) || (p.K > 1 && step[1] == 0) || !by_heads);
   const unsigned with_heads = wanted & ~(shares_bias ? unsigned(GRAD_BIAS) : 0u);
 
-  const auto once = [&] {
+  leave_out_unseen(setup, bytes, [&] {
     std::fill_n(p.grad_bias, bias_size, 0.0f);
     std::fill(bias_sums.begin(), bias_sums.end(), 0.0);
     bool good = true;
     if (by_heads && with_heads != 0) {
-      good = run(heads, 3 * products(p), bytes, [&](std::int64_t head, void* memory) {
+      good &= run(heads, 3 * products(p), bytes, [&](std::int64_t head, void* memory) {
         return isa.backward(p, head / p.K, head % p.K, 0, rows, 0, keys, with_heads, memory);
       });
     }
@@ -248,11 +248,7 @@ void backward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
       });
     }
     return good;
-  };
-  if (!once() && hides(p)) {
-    leave_out_unseen(setup, bytes);
-    once();
-  }
+  });
   std::transform(bias_sums.begin(), bias_sums.end(), p.grad_bias, [](double sum) { return static_cast<float>(sum); });
   Results(stack).tensor(std::move(grad_q)).tensor(std::move(grad_k)).tensor(std::move(grad_v)).tensor(std::move(grad_bias));
 }
@@ -283,7 +279,7 @@ void weights_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
 // Few arguments are quickly read, so what a plain call has no need of has a default.
 #define MULTIHEAD_CALL                                                                                        \
   "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? slopes=None, Tensor? q_positions=None, "          \
-  "Tensor? k_positions=None, int[] mask=[], Tensor[]? tables=None, float scale=1.0, float softcap=0.0, "         \
+  "Tensor? k_positions=None, int[] mask=[], Tensor[]? tables=None, float scale=1.0, float softcap=0.0, "      \
   "float dropout=0.0, Tensor? seed=None, float? lowest=None"
 
 // Runs when the library is loaded, where nothing may be thrown. PyTorch prints what it could not register, and
@@ -295,7 +291,8 @@ struct Registration {
     aoti_torch_library_def(definitions, "isa() -> str");
     aoti_torch_library_def(definitions, "isas() -> str");
     aoti_torch_library_def(definitions, "interface() -> int");
-    aoti_torch_library_def(definitions, "forward(" MULTIHEAD_CALL ", bool wants_state=False) -> (Tensor, Tensor, Tensor, Tensor)");
+    aoti_torch_library_def(
+        definitions, "forward(" MULTIHEAD_CALL ", bool wants_state=False) -> (Tensor, Tensor, Tensor, Tensor)");
     aoti_torch_library_def(
         definitions,
         "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor state, " MULTIHEAD_CALL

@@ -18,7 +18,9 @@ void require(bool holds, const char* name, const char* expected) {
 // The stride of an axis along which a tensor is spread if it has 1 there.
 std::int64_t spread(const char* name, const Tensor& tensor, std::int64_t axis, std::int64_t size) {
   const std::int64_t own = tensor.size(axis);
-  if (own != 1 && own != size) fail(std::string(name) + ": a size of " + std::to_string(own) + " where 1 or " + std::to_string(size) + " fits");
+  if (own != 1 && own != size) {
+    fail(std::string(name) + ": a size of " + std::to_string(own) + " where 1 or " + std::to_string(size) + " fits");
+  }
   return own == 1 ? 0 : tensor.stride(axis);
 }
 
@@ -109,11 +111,13 @@ Tensor4 Setup::four(
                     tensor.size(2) == tokens && tensor.size(3) == width;
   require(fits, name, "a shape that fits the other tensors");
   const Dtype dtype = dtype_of(name, tensor);
-  return {const_cast<void*>(tensor.data()), dtype, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+  return {
+      const_cast<void*>(tensor.data()), dtype, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
 }
 
 Tensor4 Setup::four(Tensor& tensor) const {
-  return {tensor.write(), dtype_of("result", tensor), {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+  const Dtype dtype = dtype_of("result", tensor);
+  return {tensor.write(), dtype, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
 }
 
 std::uint8_t* Setup::room_for_seen() {
@@ -141,14 +145,13 @@ Ranges Setup::ranges(const std::vector<double>& values) {
     return std::pair<const double*, const double*>(low.data(), high.data());
   };
   const auto by_cell = find(cells, CELL), by_block = find(blocks, KEY_BLOCK);
-  return {by_cell.first, by_cell.second, by_block.first, by_block.second};
+  const bool is_one = rows <= 1;
+  return {by_cell.first, by_cell.second, by_block.first, by_block.second, is_one ? 0 : cells, is_one ? 0 : blocks};
 }
 
 // Only called where something follows positions.
 void Setup::need_positions(const Call& call) {
   if (problem.positions.k != nullptr) return;
-  Problem& p = problem;
-  Positions& at = p.positions;
   const auto is_whole = [](const std::optional<Tensor>& given) {
     return !given || given->dtype() == aoti_torch_dtype_int64() || given->dtype() == aoti_torch_dtype_int32();
   };
@@ -157,8 +160,6 @@ void Setup::need_positions(const Call& call) {
   } else {
     read_real_positions(call);
   }
-  at.k_cells = at.k_stride ? (p.S + CELL - 1) / CELL : 0;
-  at.k_blocks = at.k_stride ? (p.S + KEY_BLOCK - 1) / KEY_BLOCK : 0;
 }
 
 // Both sides, by `read(tensor)`. Where they are not given keys stand at 0 ... S - 1, and queries are the last L keys.
@@ -216,7 +217,8 @@ void Setup::read_whole_positions(const Call& call) {
     if (at.kind == PositionKind::huge) {
       data = longs_.emplace_back(*side).data();
     } else {
-      std::transform(side->begin(), side->end(), kept.begin(), [&](std::int64_t x) { return static_cast<double>(place(x)); });
+      std::transform(
+          side->begin(), side->end(), kept.begin(), [&](std::int64_t x) { return static_cast<double>(place(x)); });
     }
     if (at.kind == PositionKind::narrow) data = ints_.emplace_back(kept.begin(), kept.end()).data();
     (side == &sides.q ? at.q : at.k) = data;
@@ -226,7 +228,9 @@ void Setup::read_whole_positions(const Call& call) {
 
 void Setup::read_real_positions(const Call& call) {
   Positions& at = problem.positions;
-  const auto is_double = [](const std::optional<Tensor>& given) { return given && given->dtype() == aoti_torch_dtype_float64(); };
+  const auto is_double = [](const std::optional<Tensor>& given) {
+    return given && given->dtype() == aoti_torch_dtype_float64();
+  };
   at.kind = PositionKind::wide;
   at.rounds = !is_double(call.q_positions) && !is_double(call.k_positions);  // as PyTorch's float32 distances do
   auto sides = read_sides<double>(call, [&](const Tensor& given) {
@@ -296,13 +300,7 @@ void Setup::read_mask(const Call& call) {
     switch (step.kind) {
       case MaskKind::window: {
         need_positions(call);
-        // Where positions are 32 bits wide, a bound beyond all distances says as much as none.
-        const bool is_narrow = p.positions.kind == PositionKind::narrow;
-        const double none = is_narrow ? 2147483646.0 : std::numeric_limits<double>::infinity();
-        const auto bound = [&](std::int64_t n) { return n == INT64_MAX ? none : std::min(static_cast<double>(n), none); };
-        const std::int64_t left = number(), right = number();
-        step.left = bound(left), step.right = bound(right);
-        step.whole_left = left, step.whole_right = right;
+        step.left = number(), step.right = number();
         break;
       }
       case MaskKind::lengths:
@@ -312,7 +310,8 @@ void Setup::read_mask(const Call& call) {
         // Prefixes are counted from the positions' origin.
         const bool moves = step.kind == MaskKind::prefix;
         const auto place = [&](std::int64_t one) {  // what is beyond 64 bits is beyond all positions
-          if (moves && p.positions.rounds) return static_cast<std::int64_t>(static_cast<float>(one));  // as it is compared in PyTorch
+          // As it is compared in PyTorch.
+          if (moves && p.positions.rounds) return static_cast<std::int64_t>(static_cast<float>(one));
           std::int64_t moved = one;
           if (moves && __builtin_sub_overflow(one, origin_, &moved)) moved = origin_ < 0 ? INT64_MAX : INT64_MIN;
           return moved;
@@ -365,8 +364,6 @@ void Setup::read_mask(const Call& call) {
           step.q_ids = k_ids.data() + (p.S - p.L), step.q_stride = step.k_stride;
         }
         step.k_ranges = ranges({k_ids.begin(), k_ids.end()});
-        step.k_cells = step.k_stride ? (p.S + CELL - 1) / CELL : 0;
-        step.k_blocks = step.k_stride ? (p.S + KEY_BLOCK - 1) / KEY_BLOCK : 0;
         break;
       }
       default:

@@ -11,7 +11,7 @@
 
 namespace multihead {
 
-// What `forward` and `backward` have in common, in the order of their schemas:
+// What the operations have in common, in the order of their schemas:
 //   Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? slopes, Tensor? q_positions, Tensor? k_positions, int[] mask,
 //   Tensor[]? tables, float scale, float softcap, float dropout, Tensor? seed, float? lowest
 struct Call {

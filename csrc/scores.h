@@ -126,7 +126,7 @@ static void find_seen(const Problem& p, int64_t b, int64_t head, void* memory) {
   clear(seen, size_t(p.S));
   for (int64_t row = 0; row < p.G * p.L; row += LANES) {
     open_strip(p, b, head, row, s);
-    for (int64_t block = 0; block * KEY_BLOCK < p.S; block++) {
+    for (int64_t block = 0; block < key_blocks(p); block++) {
       int64_t keys = keys_in(p, block);
       Cells cells = look(p, s, block);
       for (Run run = next_run(cells.some, 0); run.cells; run = next_run(cells.some, run.first + run.cells)) {

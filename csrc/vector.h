@@ -1,7 +1,7 @@
 // Vectors of the width of the instruction set, and the two functions of them that attention needs: 2^x and tanh.
 //
-// GCC's vector types carry the arithmetic, so one source serves every instruction set. Intrinsics are used only where
-// the language has no word for an instruction.
+// The vector types of GCC and Clang carry the arithmetic, so one source serves every instruction set. Intrinsics are used
+// only where the language has no word for an instruction.
 #pragma once
 
 #include <cstdint>

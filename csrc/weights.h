@@ -1,5 +1,5 @@
 // The weights themselves, for who wants to look at them: 2^(score - largest) / sum, with the largest score and the sum of
-// the forward pass, whose output this leaves as it is. Here the L x S plane is the answer; either that of each head, or the mean over heads.
+// the forward pass, whose output this leaves as it is. Here the L x S plane is the answer, of each head or their mean.
 #pragma once
 
 #include "forward.h"
@@ -31,6 +31,7 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
   Room room(memory);
   WeightsRoom at(p, room);
   Strip& s = *at.strip;
+  bool few = is_few(p);
   float share = p.average ? 1.0f / float(p.H) : 1.0f;
   if (p.average)
     clear(p.weights + (b * p.L + first_query) * p.S, size_t((last_query - first_query) * p.S) * sizeof(float));
@@ -38,7 +39,6 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
     for (int64_t row = first_query * p.G; row < last_query * p.G; row += LANES) {
       open_strip(p, b, head, row, s);
       int count = int(last_query * p.G - row < s.count ? last_query * p.G - row : s.count);
-      bool few = is_few(p);
       pack_queries(p, s, few, at.q, at.rows);
       alignas(64) float top[LANES], log_sum[LANES], factor[LANES];
       for (int i = 0; i < LANES; i++) {
@@ -48,7 +48,7 @@ static void weights(const Problem& p, int64_t b, int64_t first_query, int64_t la
         log_sum[i] = p.state[p.B * p.H * p.L + place];
         factor[i] = blind ? 0 : share;
       }
-      for (int64_t block = 0; block * KEY_BLOCK < p.S; block++) {
+      for (int64_t block = 0; block < key_blocks(p); block++) {
         Cells cells = look(p, s, block);
         int64_t first = block * KEY_BLOCK, keys = keys_in(p, block);
         const auto line_of = [&](int i) {

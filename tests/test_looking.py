@@ -7,7 +7,7 @@ from torch import nn
 import multihead as mh
 from cases import assert_within_budget, draw, own_error, roundings
 from multihead import reference, whole
-from multihead.attention import attention_weights, attention_with_mean_weights
+from multihead.attention import attention_weights, attention_with_weights
 from multihead.kernels import rows, small
 from multihead.request import make_request
 
@@ -179,12 +179,12 @@ def test_small_is_the_reference():
 
 @pytest.mark.usefixtures("native")
 def test_together_is_each_by_itself():
-    """`attention_with_mean_weights` in every way that it goes: sinks, dropout, few scores and many, every mask."""
+    """`attention_with_weights` in every way that it goes: sinks, dropout, few scores and many, every mask."""
     for number in range(43_000, 43_120):
         case = draw(number) if number % 3 else draw(number).to(torch.float32)
         wide = case.to(f64)
         own = own_error(case, wide) if case.q.dtype != f64 else None
-        out, mean = attention_with_mean_weights(case.q, case.k, case.v, case.mask, **case.options)
+        out, mean = attention_with_weights(case.q, case.k, case.v, case.mask, average=True, **case.options)
         weights = attention_weights(case.q, case.k, case.mask, **case.options)
         exact = reference.attention(wide.q, wide.k, wide.v, wide.mask, **wide.options)
         assert_within_budget([out, weights], [exact.out, exact.weights], own, case.told, ["out", "weights"])
@@ -199,7 +199,7 @@ def test_dropout_leaves_the_weights_alone(dtype):
         outs = []
         for _ in range(2):
             torch.manual_seed(0)
-            out, mean = attention_with_mean_weights(q, k, v, mask, dropout=0.5)
+            out, mean = attention_with_weights(q, k, v, mask, average=True, dropout=0.5)
             outs.append(out)
         exact = reference.attention(q, k, v, mask)
         assert_within_budget([mean], [exact.weights.mean(-3)], roundings(dtype), "mean", ["mean"])

@@ -1,16 +1,12 @@
 // A stand-in for the thread functions of PyTorch, on std::thread. PyTorch's own threads are OpenMP's, whose way of waiting
 // for each other ThreadSanitizer does not see. `make sanitize` preloads it, so that the library finds it first.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <exception>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 namespace {
 constexpr std::uint32_t THREADS = 4;
-thread_local std::uint32_t index = 0;
 thread_local bool inside = false;
 }  // namespace
 
@@ -19,11 +15,6 @@ extern "C" {
 
 std::int32_t torch_get_num_threads(std::uint32_t* count) {
   *count = THREADS;
-  return 0;
-}
-
-std::int32_t torch_get_thread_idx(std::uint32_t* result) {
-  *result = index;
   return 0;
 }
 
@@ -42,7 +33,6 @@ std::int32_t torch_parallel_for(
   std::vector<std::thread> threads;
   for (std::int64_t part = 0; part < parts && part * size < count; part++) {
     threads.emplace_back([=] {
-      index = static_cast<std::uint32_t>(part);
       inside = true;
       function(begin + part * size, std::min(end, begin + (part + 1) * size), context);
     });

@@ -173,12 +173,13 @@ def attention_weights(
     return weights if q.ndim == 4 else weights.reshape(*q.shape[:-1], k.shape[-2])
 
 
-def attention_with_mean_weights(
+def attention_with_weights(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Mask | Tensor | None = None,
     *,
+    average: bool,
     bias: Tensor | Position | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -187,15 +188,14 @@ def attention_with_mean_weights(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `attention` gives, and the mean over heads of what `attention_weights` gives: (*batch, L, S).
+    """What `attention` gives, and what `attention_weights` gives, or its mean over heads: (*batch, L, S).
 
-    The output is made together with the weights where that pays, and then differs from that of `attention` by rounding.
-    Args and errors: as of `attention`.
+    The mean is made together with the output where that pays, which may then differ from that of `attention` by
+    rounding; with the native kernel it never does. Args and errors: as of `attention`.
     """
     scores: dict[str, Any] = {"bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
     scores |= {"q_positions": q_positions, "k_positions": k_positions}
-    out: Tensor | None = None
-    mean: Tensor | None = None
+    found: tuple[Tensor | None, Tensor | None] = None, None
     if sinks is None:
         cast_q, cast_k, cast_v, _, without = _from_autocast(q, k, v)
         with without:
@@ -203,30 +203,30 @@ def attention_with_mean_weights(
                 cast_q, cast_k, cast_v, mask, bias, scale, softcap, dropout, q_positions, k_positions, False,
                 reference.attention,
             )  # fmt: skip
-            # With dropout only where `attention` takes it too: asking for weights may not change what is drawn.
-            taken = _first(request) is small if dropout else small.is_small(request, small.MOST_WITH_WEIGHTS)
-            if _by_native(request):
-                out, _, state = native.attend(request)
-                mean = native.weights(request, state, average=True)
-            elif taken and not small.refusals(request):
-                out, weights = small.attend(request)
-                mean = weights.mean(1)
-            elif not rows.refusals(request):
-                out, mean = rows.attend(request, average=True)
-        if mean is not None:
-            mean = mean.reshape(*q.shape[:-3], q.shape[-2], k.shape[-2])
-        if out is not None:
-            out = _as(cast_q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
-    if mean is None:
-        mean = attention_weights(q, k, mask, **scores).mean(-3)
+            found = _together(request, average)
+    out, weights = found
     if out is None:
         out = attention(q, k, v, mask, dropout=dropout, **scores)
-    return out, mean
+    else:
+        out = _as(cast_q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
+    if weights is None:
+        weights = attention_weights(q, k, mask, **scores)
+        return out, weights.mean(-3) if average else weights
+    return out, weights.reshape(*(q.shape[:-3] if average else q.shape[:-2]), q.shape[-2], k.shape[-2])
 
 
-def _by_native(request: Request) -> bool:
-    """Whether the native kernel makes the weights too. In a recorded program they are plain PyTorch."""
-    return not recording() and not native.refusals(request)
+def _together(request: Request, average: bool) -> tuple[Tensor | None, Tensor | None]:
+    """out (B, H, L, V) and the weights (B, H, L, S) or their mean (B, L, S); None for what has to be made apart."""
+    if not recording() and not native.refusals(request):
+        return native.attend_with_weights(request, average)
+    if not average:
+        return None, None
+    # With dropout only where `attention` takes it too: asking for weights may not change what is drawn.
+    is_small = _first(request) is small if request.dropout else small.is_small(request, small.MOST_WITH_WEIGHTS)
+    if is_small and not small.refusals(request):
+        out, weights = small.attend(request)
+        return out, weights.mean(1)
+    return (None, None) if rows.refusals(request) else rows.attend(request, average=True)
 
 
 class Choice(NamedTuple):

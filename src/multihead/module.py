@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead import whole
-from multihead.attention import attention, attention_weights, attention_with_mean_weights
+from multihead.attention import attention, attention_with_weights
 from multihead.errors import bad_type, bad_value, check_probability, check_size, describe
 from multihead.layouts import Layout
 from multihead.masks import Mask, as_mask
@@ -225,12 +225,9 @@ class AttentionLayer(Projections):
         scores: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' outputs (*batch, H, L, V) and the weights asked for. `scores` are arguments of `attention`."""
-        if look == "average":
-            return attention_with_mean_weights(q, k, v, mask, dropout=dropout, **scores)
-        out = attention(q, k, v, mask, dropout=dropout, **scores)
         if look is None:
-            return out, None
-        return out, attention_weights(q, k, mask, **scores)
+            return attention(q, k, v, mask, dropout=dropout, **scores), None
+        return attention_with_weights(q, k, v, mask, average=look == "average", dropout=dropout, **scores)
 
     def check_kind(self, name: str, tensor: Tensor) -> None:
         """Whether an input has the layer's dtype, or autocast will give it one, and its device."""

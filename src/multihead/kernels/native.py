@@ -97,38 +97,37 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     if request.is_plain and not request.needs_grad:  # the fewest arguments, for calls that take some microseconds
         out, lse, _, _ = torch.ops.multihead.forward.default(request.q, request.k, request.v, scale=request.scale)
         return out, lse
-    out, lse, _ = attend(request, wants_state=False)
+    out, lse, _ = _attend(request, *_scores(request), wants_state=False)
     return out, lse
 
 
-def attend(request: Request, wants_state: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B,H,L,V), lse (B,H,L), and of each row what `weights` needs, (2,B,H,L)."""
-    # One number from torch's own generator: dropout repeats under torch.manual_seed and under checkpointing.
-    seed = torch.randint(2**62, (), device=request.q.device) if request.dropout else None
-    bias, scores = _scores(request, seed)
+def attend_with_weights(request: Request, average: bool) -> tuple[Tensor, Tensor]:
+    """out (B, H, L, V), the same as of `run`, and the weights before dropout (B, H, L, S) or their mean over heads
+    (B, L, S), float32. A gradient that comes in through the weights goes by the definition."""
+    bias, scores = _scores(request)
+    out, _, state = _attend(request, bias, scores, wants_state=True)
+    q, k = request.q, request.k
+    if not _records(request, bias):
+        return out, torch.ops.multihead.weights.default(state, q, k, k, bias, *scores, average)
+    watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
+    watched += _originals(request, scores)
+    return out, _Weights.apply(q, k, bias, state, _shell(request), scores, average, *watched)
+
+
+def _attend(request: Request, bias: Tensor | None, scores: _Scores, wants_state: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B,H,L,V), lse (B,H,L), and of each row what the weights are made of, (2,B,H,L)."""
     q, k, v = request.q, request.k, request.v
     if not _records(request, bias):
         out, lse, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, wants_state)
         return out, lse, state
     numbers = scores.scale, scores.softcap, scores.dropout, scores.lowest
-    tensors = [scores.slopes, scores.q_positions, scores.k_positions, seed, *scores.tables]
+    tensors = [scores.slopes, scores.q_positions, scores.k_positions, scores.seed, *scores.tables]
     if torch.compiler.is_compiling():  # which wants each tensor once
         k, v, tensors = k.view_as(k), v.view_as(v), [None if t is None else t.view_as(t) for t in tensors]
         bias = None if bias is None else bias.view_as(bias)
         return _Native.apply(q, k, v, bias, None, scores.steps, *numbers, *tensors)
     kept = _originals(request, scores)
     return _Native.apply(q, k, v, bias, _shell(request), scores.steps, *numbers, *tensors, *kept)
-
-
-def weights(request: Request, state: Tensor, average: bool) -> Tensor:
-    """The weights before dropout (B, H, L, S) or their mean over heads (B, L, S), float32, of a request that this
-    kernel ran; `state` is what `attend` gave. A gradient that comes in through them goes by the definition."""
-    bias, scores = _scores(request, None)
-    if not _records(request, bias):
-        return torch.ops.multihead.weights.default(state, request.q, request.k, request.k, bias, *scores, average)
-    watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
-    watched += _originals(request, scores)
-    return _Weights.apply(request.q, request.k, bias, state, _shell(request), scores, average, *watched)
 
 
 def _originals(request: Request, scores: _Scores) -> list[Tensor]:
@@ -152,8 +151,10 @@ def _shell(request: Request) -> Request:
     return request.with_tensors(nothing, nothing, nothing, None if isinstance(request.bias, Tensor) else request.bias)
 
 
-def _scores(request: Request, seed: Tensor | None) -> tuple[Tensor | None, _Scores]:
+def _scores(request: Request) -> tuple[Tensor | None, _Scores]:
     """The bias, and the rest."""
+    # One number from torch's own generator: dropout repeats under torch.manual_seed and under checkpointing.
+    seed = torch.randint(2**62, (), device=request.q.device) if request.dropout else None
     bias, lowest = _bias(request)
     steps, tables = as_postfix(request.mask)
     slopes: Tensor | None = None
@@ -161,8 +162,8 @@ def _scores(request: Request, seed: Tensor | None) -> tuple[Tensor | None, _Scor
         slopes = torch.tensor(request.bias.slopes, dtype=torch.float32, device=request.q.device)
     q_at, k_at = (None, None) if request.has_default_positions else map(_countable, request.positions())
     softcap = 0.0 if request.softcap is None else float(request.softcap)
-    dropout = 0.0 if seed is None else float(request.dropout)
-    return bias, _Scores(slopes, q_at, k_at, steps, tables, float(request.scale), softcap, dropout, seed, lowest)
+    numbers = float(request.scale), softcap, float(request.dropout)
+    return bias, _Scores(slopes, q_at, k_at, steps, tables, *numbers, seed, lowest)
 
 
 def _bias(request: Request) -> tuple[Tensor | None, float | None]:
