@@ -181,7 +181,7 @@ def test_shapes_of_the_steps(name, monkeypatch):
     B, L = 3, 7
     layer = mh.Attention(E, H, **options).train()  # in eval some layers run as one operation, without steps to watch
     steps = dict(explained := mh.explain(layer, batch=B, length=L, source_length=S).steps)
-    own = sys.modules["multihead.module"]
+    own = sys.modules["multihead.layer"]
     attended, compute = [], own.attention
 
     def watched(q, k, v, *args, **keywords):

@@ -6,6 +6,8 @@ kernel runs and why. True means *may attend*.
 """
 
 from multihead.attention import KERNELS, KernelRefusal, attention, attention_weights
+from multihead.cache import KVCache
+from multihead.cache_pages import PagePool
 from multihead.compat import MultiheadAttention
 from multihead.doctor import Diagnosis, doctor
 from multihead.explain import Explanation, explain
@@ -23,12 +25,14 @@ __all__ = [
     "Attention",
     "Diagnosis",
     "Explanation",
+    "KVCache",
     "KernelRefusal",
     "LinearScaling",
     "Llama3Scaling",
     "Mask",
     "MultiheadAttention",
     "NTKScaling",
+    "PagePool",
     "Position",
     "RelativeBias",
     "Rotary",

@@ -14,21 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multihead.attention import attention, attention_weights
-from multihead.errors import bad_input, bad_type, bad_value, check_size, describe, is_int, is_number
-from multihead.layouts import TOKENS_FIRST, Layout, Ragged, read_nested, without_padding
+from multihead.cache import KVCache
+from multihead.errors import bad_type, bad_value, check_size, is_int, is_number
+from multihead.layer import Look, Positions, split_positions
+from multihead.layouts import Ragged, without_padding
 from multihead.masks import Mask, as_mask, window
-from multihead.module import AttentionLayer, Look, Positions, split_positions
 from multihead.options import check_flags
 from multihead.plane import Plane, default_positions
 from multihead.positions import Position
 from multihead.projections import ProjectionView
 from multihead.rotary import Rotary
+from multihead.torch_inputs import TorchInputs
 from multihead.torch_masks import check_masks, mask_and_bias, sum_of
 
 TorchMultiheadAttention = nn.MultiheadAttention  # as it was before anybody put the drop-in in its place
 
 
-class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: ignore[misc]  # out_proj: any nn.Linear
+class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[misc]  # out_proj: any nn.Linear
     """torch.nn.MultiheadAttention with everything that hurt mended: same constructor, call, parameters and state_dict.
 
         attn = MultiheadAttention(512, 8, batch_first=True)
@@ -173,8 +175,8 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
@@ -184,6 +186,7 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
         mask: Mask | Tensor | None = None,
         bias: Tensor | Position | None = None,
         positions: Positions | None = None,
+        cache: KVCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -202,6 +205,9 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
                 attn_mask, True = may attend. Joins the others.
             bias: added to the scores, a tensor that broadcasts to (N, H, L, S) or a position such as `ALiBi(H)`.
             positions: where the tokens stand: (L,) or (N, L) for self-attention, else a pair for queries and keys.
+            cache: a `KVCache`. The tokens of key and value are added to it, those that key_padding_mask (N, L) hides
+                excepted, and the queries attend to all that it holds, which S counts then. A frozen one
+                (`context_cache`) stands for key and value, which are None.
 
         All masks together hide what any of them hides.
 
@@ -216,8 +222,15 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
         if not (isinstance(need_weights, bool) and isinstance(average_attn_weights, bool)):
             check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights)
         look: Look | None = None if not need_weights else "average" if average_attn_weights else "heads"
-        places = split_positions(positions, key is query)
-        sources, layouts, (N, L, S) = self._read(query, key, value)
+        step = None
+        if cache is not None:
+            sources, layouts, (N, L, S), step, places = self.read_with_cache(
+                cache, query, key, value, key_padding_mask, positions
+            )
+            key_padding_mask = None
+        else:
+            places = split_positions(positions, key is query)
+            sources, layouts, (N, L, S) = self.read(query, key, value)
         if isinstance(layouts[0], Ragged) or isinstance(layouts[1], Ragged):
             mask, places = without_padding(layouts, mask, places, key_padding_mask, key is query, L, S, query.device)
         plane = Plane(() if N is None else (N,), self.num_heads, L, S, query.device)
@@ -238,8 +251,11 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
                 else:
                     other = total
                 total = added if other is None else sum_of((added, other), wide)
+        if step is not None and step.mask is not None:
+            whole = step.mask if whole is None else step.mask & whole
         out, weights = self.compute(
             *sources, whole, look, layouts=layouts, bias=total, q_positions=places[0], k_positions=places[1],
+            cache=cache, step=step,
         )  # fmt: skip
         if isinstance(layouts[0], Ragged):
             out = layouts[0].nested(out)
@@ -303,77 +319,6 @@ class MultiheadAttention(AttentionLayer, TorchMultiheadAttention):  # type: igno
             logits.append(torch.zeros(*q.shape[:-1], 1, dtype=lse_dtype, device=q.device))
             values.append(v.new_zeros(q.shape[-3], v.shape[-1]))
         return torch.cat(logits, -1), torch.stack(values, 1)
-
-    def _read(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Layout | None, Layout | None], tuple[int | None, int, int]]:
-        """The inputs as projections take them, how their tokens lie (of queries, of keys), and N, L, S; all checked."""
-        layout = None if self.batch_first else TOKENS_FIRST
-        is_plain = isinstance(query, Tensor) and not query.is_nested and query.ndim == 3
-        if query is key and key is value and is_plain and query.shape[-1] == self.embed_dim == self.kdim == self.vdim:
-            self.check_kind("query", query)  # most calls are this one
-            N, L = query.shape[:2] if layout is None else query.shape[1::-1]
-            return (query, key, value), (layout, layout), (N, L, L)
-        for name, tensor, axis, letter, width in (
-            ("query", query, "L", "E", self.embed_dim),
-            ("key", key, "S", "kdim", self.kdim),
-            ("value", value, "S", "vdim", self.vdim),
-        ):
-            if not isinstance(tensor, Tensor):
-                raise bad_type(name, f"a tensor {self._form(axis, letter, width)}", tensor)
-            if tensor.is_nested:
-                self._check_nested(name, tensor, letter, width)
-            elif tensor.ndim not in (2, 3) or tensor.shape[-1] != width or tensor.ndim != query.ndim:
-                raise self._misfit(name, (query, key, value), axis, letter, width)
-            self.check_kind(name, tensor)
-        if query.is_nested or key.is_nested or value.is_nested:
-            return read_nested(query, key, value)
-        if key.shape[:-1] != value.shape[:-1]:
-            expected = f"the batch and length of key, {tuple(key.shape[:-1])}"
-            raise bad_input("value", expected, describe(value), "Each key has one value.")
-        if query.ndim == 2:
-            return (query, key, value), (None, None), (None, query.shape[0], key.shape[0])
-        batch, tokens = (0, 1) if self.batch_first else (1, 0)
-        N = query.shape[batch]
-        if key.shape[batch] != N:
-            got = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
-            said = f"This layer has batch_first={self.batch_first}: the batch is axis {batch}."
-            raise bad_input("key", f"the batch size of query, {N}", got, said)
-        return (query, key, value), (layout, layout), (N, query.shape[tokens], key.shape[tokens])
-
-    def _form(self, axis: str, letter: str, width: int) -> str:
-        return f"(N, {axis}, {letter}={width})" if self.batch_first else f"({axis}, N, {letter}={width})"
-
-    def _misfit(
-        self, name: str, tensors: tuple[Tensor, Tensor, Tensor], axis: str, letter: str, width: int
-    ) -> ValueError:
-        query, key, value = tensors
-        tensor = {"query": query, "key": key, "value": value}[name]
-        if name != "query" and tensor.ndim != query.ndim:
-            dims = [f"{t.ndim}-D" if isinstance(t, Tensor) else type(t).__name__ for t in tensors]
-            in_torch = (
-                f"expected `key` and `value` to be {dims[0]} but found {dims[1]} and {dims[2]} tensors respectively"
-            )
-            return bad_input(name, f"as many axes as query, {tuple(query.shape)}", describe(tensor), "", in_torch)
-        form = f"{self._form(axis, letter, width)}, or ({axis}, {letter}={width}) without a batch"
-        in_torch = f"query should be unbatched 2D or batched 3D tensor but received {tensor.ndim}-D query tensor"
-        is_odd = name == "query" and tensor.ndim not in (2, 3)
-        return bad_input(name, f"the shape {form}", describe(tensor), "", in_torch if is_odd else "")
-
-    def _check_nested(self, name: str, tensor: Any, letter: str, width: int) -> None:
-        if not self.batch_first:
-            raise bad_value("batch_first", "True for nested tensors", False, "Their rows are the batch.")
-        form = f"a nested tensor (N, *, {letter}={width})"
-        if tensor.dim() != 3 or (tensor.layout == torch.jagged and tensor._ragged_idx != 1):
-            in_torch = f"query should be unbatched 2D or batched 3D tensor but received {tensor.dim()}-D query tensor"
-            otherwise = "Only the axis of the tokens may be ragged."
-            raise bad_input(name, form, f"one of {tensor.dim()} axes", otherwise, in_torch if name == "query" else "")
-        try:
-            wide = tensor.size(-1)
-        except RuntimeError:  # torch's answer for an axis on which rows differ
-            wide = "that differs from row to row"
-        if wide != width:
-            raise bad_input(name, form, f"one of width {wide}")
 
     def extra_repr(self) -> str:
         """The configuration, as the constructor takes it."""

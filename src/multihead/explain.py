@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from multihead import reference, whole
 from multihead.attention import choose
 from multihead.errors import bad_type, bad_value, check_size
+from multihead.layer import AttentionLayer
 from multihead.masks import Mask
-from multihead.module import Attention, AttentionLayer
+from multihead.module import Attention
 from multihead.plane import Plane
 from multihead.positions import Position
 from multihead.request import Request, make_request

@@ -1,269 +1,17 @@
-"""`Attention`: the layer. Project, normalise, position, attend, gate, project out.
-
-`AttentionLayer` is what it shares with the drop-in for torch.nn.MultiheadAttention: all but the way it is called and
-the names of its parameters.
-"""
+"""`Attention`: the layer, batch first. What it computes is in `layer.py`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from multihead import whole
-from multihead.attention import attention, attention_with_weights
-from multihead.errors import bad_type, bad_value, check_probability, check_size, describe
-from multihead.layouts import Layout
-from multihead.masks import Mask, as_mask
-from multihead.options import check_flags, check_head_dim, check_kv_heads, check_number, check_position
-from multihead.plane import Plane, default_positions
+from multihead.cache import KVCache
+from multihead.errors import bad_type, bad_value, describe
+from multihead.layer import AttentionLayer, Positions, split_positions
+from multihead.masks import Mask, padding
+from multihead.plane import Plane
 from multihead.positions import Position
-from multihead.projections import LinearProjections, Projections, ProjectionView
-from multihead.request import check_scores
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-Positions = Tensor | tuple[Tensor, Tensor]
-Look = Literal["heads", "average"]
-
-
-class AttentionLayer(Projections):
-    """What a layer of attention is made of and computes. The arguments are those of `Attention`."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        out_dim: int | None = None,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        packed: bool | None = None,
-        position: Position | None = None,
-        qk_norm: bool = False,
-        gate: bool = False,
-        sinks: bool = False,
-        softcap: float | None = None,
-        scale: float | None = None,
-        mask: Mask | Tensor | None = None,
-        dropout: float = 0.0,
-        out_dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        nn.Module.__init__(self)  # by name: the drop-in is also a torch.nn.MultiheadAttention, which would make its own
-        self.embed_dim = check_size("embed_dim", embed_dim)
-        self.num_heads = check_size("num_heads", num_heads)
-        self.num_kv_heads = check_kv_heads(num_heads, num_kv_heads)
-        self.head_dim = check_head_dim(embed_dim, num_heads, head_dim)
-        sizes = {"value_dim": value_dim, "kdim": kdim, "vdim": vdim, "out_dim": out_dim}
-        given = {name: check_size(name, size) for name, size in sizes.items() if size is not None}
-        self.value_dim = given.get("value_dim", self.head_dim)
-        self.kdim, self.vdim = given.get("kdim", embed_dim), given.get("vdim", embed_dim)
-        self.out_dim = given.get("out_dim", embed_dim)
-        check_flags(bias=bias, out_bias=out_bias, packed=packed, qk_norm=qk_norm, gate=gate, sinks=sinks)
-        if position is not None:
-            check_position(position).check(num_heads, self.head_dim)
-        self.softcap, self.scale = check_number("softcap", softcap, above_zero=True), check_number("scale", scale)
-        self.mask = None if mask is None else as_mask(mask)
-        self.dropout = check_probability("dropout", dropout)
-        check_probability("out_dropout", out_dropout)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
-            raise bad_type("dtype", "a floating point or complex dtype such as torch.float32, or None", str(dtype))
-        if dtype is not None and dtype.is_complex:
-            rotates = position is not None and position.rotates
-            for name, asked in (("qk_norm", qk_norm), ("gate", gate), ("sinks", sinks), ("position", rotates)):
-                if asked:
-                    got = describe(position) if name == "position" else True
-                    raise bad_value(name, f"left out of a layer of {dtype}", got, "It is defined for real numbers.")
-        if packed and self.kdim != self.vdim:
-            otherwise = "One projection would need one width for the inputs of k and v."
-            got = f"kdim={self.kdim}, vdim={self.vdim}"
-            raise bad_value("packed", "kdim = vdim where it is True", got, otherwise, "Leave packed out.")
-
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.make_projections(packed is not False, bias, **make)
-        heads_width = num_heads * self.value_dim
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **make) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **make) if qk_norm else None
-        self.position = position
-        self.sinks = nn.Parameter(torch.empty(num_heads, **make)) if sinks else None
-        self.gate_proj = nn.Linear(embed_dim, heads_width, bias, **make) if gate else None
-        self.out_proj = nn.Linear(heads_width, self.out_dim, bias if out_bias is None else out_bias, **make)
-        self.out_dropout = nn.Dropout(out_dropout) if out_dropout else None
-        self._reset_own_parameters()  # not those of a position: it may be shared with other layers, or loaded
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters anew.
-
-        Matrices are Xavier-uniform, each of q, k, v for itself, so that packed and split layouts have one law, and with
-        one seed the same numbers; biases and sinks 0, norms 1, a learned position by its own law.
-        """
-        self._reset_own_parameters()
-        reset: Callable[[], None] | None = getattr(self.position, "reset_parameters", None)
-        if reset is not None:
-            reset()
-
-    def _reset_own_parameters(self) -> None:
-        for projection, rows in self.rows_by_part().values():
-            _draw(projection.weight, rows)
-        for projection in filter(None, (self.gate_proj, self.out_proj)):
-            _draw(projection.weight, slice(None))
-        for module in self.children():
-            if isinstance(module, ProjectionView):
-                continue  # the bias is a parameter of the layer
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.RMSNorm):
-                module.reset_parameters()
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
-
-    def extra_repr(self) -> str:
-        """The configuration, as the constructor takes it."""
-        told = [f"{self.embed_dim}, {self.num_heads}", f"num_kv_heads={self.num_kv_heads}", f"head_dim={self.head_dim}"]
-        usual: dict[str, object] = {
-            "value_dim": self.head_dim,
-            "kdim": self.embed_dim,
-            "vdim": self.embed_dim,
-            "out_dim": self.embed_dim,
-        }
-        usual |= {"softcap": None, "scale": None, "mask": None, "dropout": 0.0}
-        told += [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
-        told += ["sinks=True"] if self.sinks is not None else []
-        shown_below = isinstance(self.position, nn.Module) or self.position is None
-        return ", ".join(told if shown_below else [*told, f"position={self.position}"])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self.mask = None if self.mask is None else as_mask(self.mask)  # a tensor, if somebody has set one
-        if self.mask is not None and self.mask.tensors():  # no parameters, but they go where the parameters go
-            at = next(iter(self.mask.tensors().values())).device
-            self.mask = self.mask.to(fn(torch.empty(0, device=at)).device)
-        return self
-
-    def compute(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask | None,
-        look: Look | None,
-        *,
-        layouts: tuple[Layout | None, Layout | None] = (None, None),
-        bias: Tensor | Position | None = None,
-        q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Everything between the inputs and the output, once the inputs are checked.
-
-        Args:
-            query, key, value: (*batch, tokens, width), or as `layouts` says.
-            mask: as `joined` gave it.
-            look: which weights to give: of each head, their mean over heads, or None.
-            layouts: how the tokens of query, and those of key and value, lie in memory; None = batch first.
-            bias: as `joined` gave it.
-            q_positions, k_positions: as `attention` takes them.
-
-        Returns:
-            (*batch, L, out_dim), or as the layout of query has it; weights (*batch, H, L, S), (*batch, L, S) or None.
-        """
-        options: dict[str, Any] = {"bias": bias, "q_positions": q_positions, "k_positions": k_positions}
-        options |= {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
-        # Of few tokens each argument that is passed on costs its part of a per cent, so only those that say something.
-        scores = {name: option for name, option in options.items() if option is not None}
-        is_bare = query is key and key is value and mask is None and layouts[0] is None and not scores
-        if is_bare and whole.why_not(self, query, look == "average") is None:
-            return whole.run(self, query, look)
-        q, k, v = self.project(query, key, value, layouts)  # (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
-        if self.position is not None and self.position.rotates:
-            places = default_positions(q.shape[-2], k.shape[-2], q_positions, k_positions, q.device)
-            q, k = self.position.rotate(q, k, *places)
-        out, weights = self.attend(q, k, v, mask, look, self.dropout if self.training else 0.0, scores)
-        out = out.transpose(-2, -3)  # (*batch, L, H, V)
-        out = (out if layouts[0] is None else layouts[0].back(out)).flatten(-2)
-        if self.gate_proj is not None:
-            out = out * torch.sigmoid(self.gate_proj(query))
-        out = self.out_proj(out)
-        return (out if self.out_dropout is None else self.out_dropout(out)), weights
-
-    @property
-    def needs_lse(self) -> bool:
-        """Whether attention has to tell the softmax's denominator, for what shares it besides the keys."""
-        return self.sinks is not None
-
-    def is_simple(self) -> bool:
-        """Whether it has nothing but projections and as many key/value heads as heads, all as torch.nn has them, and
-        computes in its own way."""
-        return (
-            _is_own(self.project) and _is_own(self.attend)
-            and self.position is None and self.q_norm is None and self.gate_proj is None and self.sinks is None
-            and self.softcap is None and self.scale is None and self.mask is None and self.out_dropout is None
-            and self.num_kv_heads == self.num_heads and self.value_dim == self.head_dim
-            and self.num_heads * self.head_dim == self.embed_dim == self.out_dim
-        )  # fmt: skip
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None,
-        look: Look | None,
-        dropout: float,
-        scores: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs (*batch, H, L, V) and the weights asked for. `scores` are arguments of `attention`."""
-        if look is None:
-            return attention(q, k, v, mask, dropout=dropout, **scores), None
-        return attention_with_weights(q, k, v, mask, average=look == "average", dropout=dropout, **scores)
-
-    def check_kind(self, name: str, tensor: Tensor) -> None:
-        """Whether an input has the layer's dtype, or autocast will give it one, and its device."""
-        projection = self._modules[next(self.layers())[0]]
-        like = projection.weight if isinstance(projection, nn.Linear) else tensor
-        device = tensor.device
-        if tensor.dtype != like.dtype:
-            autocast = device.type != "meta" and torch.is_autocast_enabled(device.type) and tensor.is_floating_point()
-            if not autocast:
-                raise bad_type(name, f"the layer's dtype, {like.dtype}", tensor, "", "Convert one with .to(dtype).")
-        if device != like.device:
-            raise bad_value(name, f"the layer's device, {like.device}", device, "", "Move one with .to(device).")
-
-    def joined(
-        self,
-        mask: Mask | Tensor | None,
-        bias: Tensor | Position | None,
-        plane: Plane,
-        q_positions: Tensor | None,
-        k_positions: Tensor | None,
-        is_self: bool,
-    ) -> tuple[Mask | None, Tensor | Position | None]:
-        """The layer's own mask and bias together with the call's, checked before anything is computed."""
-        names = ("positions", "positions") if is_self else ("positions[0]", "positions[1]")
-        whole = check_scores(plane, self.head_dim, mask, bias, q_positions, k_positions, names)
-        if self.mask is not None:
-            own = as_mask(self.mask)
-            own.check(plane)
-            whole = own if whole is None else own & whole
-        if self.position is None or not self.position.biases:
-            return whole, bias
-        if bias is None:
-            return whole, self.position
-        places = default_positions(plane.L, plane.S, q_positions, k_positions, plane.device)
-        both = [part.bias(*places) if isinstance(part, Position) else part for part in (self.position, bias)]
-        return whole, both[0] if both[1] is None else both[1] if both[0] is None else both[0] + both[1]
+from multihead.projections import LinearProjections
 
 
 class Attention(AttentionLayer, LinearProjections):
@@ -312,6 +60,8 @@ class Attention(AttentionLayer, LinearProjections):
         mask: Mask | Tensor | None = None,
         bias: Tensor | Position | None = None,
         positions: Positions | None = None,
+        keep: Tensor | None = None,
+        cache: KVCache | None = None,
         weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
@@ -325,6 +75,12 @@ class Attention(AttentionLayer, LinearProjections):
             bias: added to the scores, besides that of the layer's position; see `attention`.
             positions: where the tokens stand. (L,) or (*batch, L) for self-attention, else a pair for queries and keys.
                 By default 0 .. S-1 for the keys, and the queries are the last L of them.
+            keep: (*batch, S) bool, which tokens of key are real; others are seen by nobody. In self-attention the
+                default positions count the real ones only, so padding on either side changes nothing.
+            cache: a `KVCache`. The tokens of key and value are added to it, those that `keep` leaves out excepted, and
+                the queries attend to all that it holds: S counts the cache's slots, also in masks and weights. By
+                default the tokens stand after those that it holds. A frozen one (`context_cache`) stands for key and
+                value.
             weights: also give the weights, before dropout.
 
         Returns:
@@ -335,33 +91,76 @@ class Attention(AttentionLayer, LinearProjections):
         """
         if weights is not True and weights is not False:
             raise bad_type("weights", "True or False", weights)
-        key, value = self._sources(query, key, value)
-        q_positions, k_positions = split_positions(positions, key is query)
-        plane = Plane(tuple(query.shape[:-2]), self.num_heads, query.shape[-2], key.shape[-2], query.device)
+        alone = key is None and isinstance(cache, KVCache) and cache.frozen  # the cache stands for key and value
+        if alone:
+            self._check_source("query", query, "L", "E", self.embed_dim)
+        key, value = (query, query) if alone else self._sources(query, key, value)
+        batch, L, S = tuple(query.shape[:-2]), query.shape[-2], key.shape[-2]
+        step = None
+        if cache is not None:
+            step = self.cache_step(cache, batch, (L, None if alone else S), query.device, positions, keep)
+            S, q_positions, k_positions = step.S, step.q_positions, step.k_positions
+        else:
+            mask, positions = (mask, positions) if keep is None else _with_padding(mask, positions, keep, query, key)
+            q_positions, k_positions = split_positions(positions, key is query)
+        plane = Plane(batch, self.num_heads, L, S, query.device)
         mask, bias = self.joined(mask, bias, plane, q_positions, k_positions, key is query)
+        if step is not None and step.mask is not None:
+            mask = step.mask if mask is None else step.mask & mask
 
         out, found = self.compute(
             query, key, value, mask, "heads" if weights else None,
-            bias=bias, q_positions=q_positions, k_positions=k_positions,
+            bias=bias, q_positions=q_positions, k_positions=k_positions, cache=cache, step=step,
         )  # fmt: skip
         return (out, found) if found is not None else out
+
+    def context_cache(
+        self,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        keep: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """The keys and values of a context, projected once, for many calls `attn(x, cache=...)`.
+
+        Args:
+            key: (*batch, S, kdim), such as the output of an encoder.
+            value: (*batch, S, vdim); by default `key`.
+            positions: where its tokens stand, (S,) or (*batch, S); by default 0 .. S - 1.
+            keep: (*batch, S) bool, which tokens are real. Others are not kept.
+            dtype: the stored form, as of `KVCache`.
+
+        Returns:
+            A frozen cache.
+
+        Raises:
+            ValueError, TypeError: an input does not fit.
+        """
+        value = key if value is None else value
+        self._check_source("key", key, "S", "kdim", self.kdim)
+        self._check_source("value", value, "S", "vdim", self.vdim)
+        if key.shape[:-1] != value.shape[:-1]:
+            raise bad_value("value", f"the batch axes and S of key, {tuple(key.shape[:-1])}", describe(value))
+        return self.filled_cache(key, value, None, positions, keep, dtype)
+
+    def _check_source(self, name: str, tensor: object, axis: str, letter: str, width: int) -> None:
+        form = f"(*batch, {axis}, {letter}={width})"
+        if not isinstance(tensor, Tensor):
+            raise bad_type(name, f"a tensor {form}", tensor)
+        if tensor.ndim < 2 or tensor.shape[-1] != width:
+            raise bad_value(name, f"the shape {form}", describe(tensor))
+        self.check_kind(name, tensor)
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         if key is None and value is not None:
             raise bad_value("key", "given where value is", None, "Values without keys can't be found.")
         key = query if key is None else key
         value = key if value is None else value
-        for name, tensor, axis, letter, width in (
-            ("query", query, "L", "E", self.embed_dim),
-            ("key", key, "S", "kdim", self.kdim),
-            ("value", value, "S", "vdim", self.vdim),
-        ):  # fmt: skip
-            form = f"(*batch, {axis}, {letter}={width})"
-            if not isinstance(tensor, Tensor):
-                raise bad_type(name, f"a tensor {form}", tensor)
-            if tensor.ndim < 2 or tensor.shape[-1] != width:
-                raise bad_value(name, f"the shape {form}", describe(tensor))
-            self.check_kind(name, tensor)
+        self._check_source("query", query, "L", "E", self.embed_dim)
+        self._check_source("key", key, "S", "kdim", self.kdim)
+        self._check_source("value", value, "S", "vdim", self.vdim)
         if key.shape[:-1] != value.shape[:-1]:
             raise bad_value("value", f"the batch axes and S of key, {tuple(key.shape[:-1])}", describe(value))
         if key.shape[:-2] != query.shape[:-2]:
@@ -370,33 +169,14 @@ class Attention(AttentionLayer, LinearProjections):
         return key, value
 
 
-def _draw(weight: Tensor, rows: slice) -> None:
-    """Xavier-uniform; of complex numbers too, whose two parts share the variance (Trabelsi et al. 2018)."""
-    if not getattr(weight, "_is_hf_initialized", False):  # transformers' mark on what it has loaded; rows don't have it
-        nn.init.xavier_uniform_(weight[rows], gain=math.sqrt(0.5) if weight.is_complex() else 1.0)
-
-
-def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """The norm in the dtype of its gain, which autocast leaves alone: it has no fused operation for a mixture."""
-    return norm(x) if norm.weight is None or norm.weight.dtype == x.dtype else norm(x.to(norm.weight.dtype)).to(x.dtype)
-
-
-def _is_own(method: Callable[..., Any]) -> bool:
-    """Whether a method is this package's, and not a subclass' or put in its place."""
-    return str(getattr(method, "__module__", "")).startswith(f"{__package__}.")
-
-
-def split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Tensor | None]:
-    if positions is None:
-        return None, None
-    if isinstance(positions, Tensor):
-        if not is_self:
-            otherwise = "Queries and keys have places of their own."
-            raise bad_value(
-                "positions", "a pair (q_positions, k_positions) for two sources", describe(positions), otherwise
-            )
-        return positions, positions
-    pair: Any = positions
-    if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(item, Tensor) for item in pair):
-        return pair
-    raise bad_type("positions", "a tensor (L,) or (*batch, L), or a pair of them", positions)
+def _with_padding(
+    mask: Mask | Tensor | None, positions: Positions | None, keep: object, query: Tensor, key: Tensor
+) -> tuple[Mask, Positions | None]:
+    """The mask with padding hidden, and the positions: of self-attention those that count the real tokens only."""
+    if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+        raise bad_type("keep", "a bool tensor (*batch, S), True = real token", keep)
+    if keep.shape != key.shape[:-1]:
+        raise bad_value("keep", f"the shape (*batch, S) = {tuple(key.shape[:-1])}", describe(keep))
+    if positions is None and key is query:
+        positions = (keep.long().cumsum(-1) - 1).clamp(min=0)
+    return padding(keep) if mask is None else padding(keep) & mask, positions

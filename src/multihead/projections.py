@@ -91,9 +91,14 @@ class Projections(nn.Module):
                 -2, -3
             )  # (*batch, H + 2 K, tokens, D)
             return torch.split_with_sizes(heads, (heads.shape[-3] - 2 * K, K, K), -3)
-        sources = {"q": query, "k": key, "v": value}
+        return self.project_some({"q": query, "k": key, "v": value}, layouts)
+
+    def project_some(self, sources: dict[str, Tensor], layouts: tuple[Layout | None, Layout | None]) -> list[Tensor]:
+        """Those of q, k, v whose source is given, in this order; else as `project`."""
         found: dict[str, Tensor] = {}
-        for name, parts, rows, whole in self.products(query, key, value):
+        for name, parts, rows, whole in self.products(*map(sources.get, "qkv")):
+            if parts[0] not in sources:
+                continue
             product = _some_rows(self._modules[name], sources[parts[0]], rows, whole)
             layout = layouts[0 if parts[0] == "q" else 1]
             product = product if layout is None else layout.rows(product)
@@ -104,7 +109,7 @@ class Projections(nn.Module):
         widths = {"q": self.head_dim, "k": self.head_dim, "v": self.value_dim}
         # The heads are counted from the product: under tensor parallelism it holds a process's share of them.
         by_head = {part: (tensor.shape[-1] // widths[part], widths[part]) for part, tensor in found.items()}
-        return [found[part].unflatten(-1, by_head[part]).transpose(-2, -3) for part in "qkv"]
+        return [found[part].unflatten(-1, by_head[part]).transpose(-2, -3) for part in "qkv" if part in found]
 
 
 class LinearProjections(Projections):

@@ -1,0 +1,191 @@
+"""Keys and values in pages of a pool that several caches share: pages are taken, shared by reference and given back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from multihead.cache_storage import Format, Place
+from multihead.errors import bad_value, check_size
+
+
+class PagePool:
+    """Pages of keys and values that caches take and give back: `KVCache("paged", pool=pool)`.
+
+    The pages of all caches of one pool are one allocation (Kwon et al. 2023). A page that several rows or caches hold
+    is there once, until one of them writes into it.
+
+    Args:
+        pages: how many there are.
+        page_size: tokens in each.
+        dtype: the stored form, as of `KVCache`.
+
+    Raises:
+        ValueError, TypeError: a size is below 1, or the dtype is none to store in.
+    """
+
+    def __init__(self, pages: int, *, page_size: int = 64, dtype: torch.dtype | None = None) -> None:
+        self.pages = check_size("pages", pages)
+        self.page_size = check_size("page_size", page_size)
+        self.format = Format(dtype)
+        self.parts: list[Tensor] = []  # (pages, K, page_size, width), made when the sizes are known
+        self._free = list(range(pages - 1, -1, -1))
+        self._holders = [0] * pages
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages nobody holds."""
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its pages, whoever holds them; 0 before the first use."""
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    def allocate(self, new: list[Tensor]) -> None:
+        """Make the pages, for tokens like these (B, K, L, width).
+
+        Raises:
+            ValueError: it has pages already, for tokens of another kind.
+        """
+        kinds = [(part.shape[1], part.shape[3], part.dtype, part.device) for part in new]
+        if not self.parts:
+            shapes = [(self.pages, K, self.page_size, width) for K, width, _, _ in kinds]
+            self.parts = [part.new_zeros(shape) for part, shape in zip(new, shapes, strict=True)]
+        for part, kind in zip(self.parts, kinds, strict=True):
+            if (part.shape[1], part.shape[3], part.dtype, part.device) != kind:
+                expected = f"tokens of K={part.shape[1]} heads of {part.shape[3]} in {part.dtype} on {part.device}"
+                got = f"K={kind[0]} heads of {kind[1]} in {kind[2]} on {kind[3]}"
+                raise bad_value("pool", expected, got, "All pages of a pool are alike.", "Make another pool for these.")
+
+    def take(self) -> int:
+        """A page that nobody holds, for one holder."""
+        page = self._free.pop()
+        self._holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """Count one more holder of a page."""
+        self._holders[page] += 1
+
+    def give_back(self, page: int) -> None:
+        """Count one holder less; a page without any is free."""
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            self._free.append(page)
+
+    def others(self, page: int) -> int:
+        """How many hold a page besides one."""
+        return self._holders[page] - 1
+
+
+class Pages:
+    """A table of pages for each row. Pages are shared by reference and copied when one of the holders writes."""
+
+    differentiable = False
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.tables: list[list[int]] = []
+
+    def __del__(self) -> None:
+        self.clear()
+
+    def check(self, place: Place) -> None:
+        needed, written = 0, Counter[int]()
+        tables = self.tables or [[] for _ in place.starts]
+        for table, start, stop in zip(tables, place.starts, place.ends, strict=True):
+            needed += max(0, self._pages(stop) - len(table))
+            if stop > start and start % self.pool.page_size:
+                written[table[start // self.pool.page_size]] += 1
+        # Of a page that others hold, each writer needs a copy; if all its holders write, the last may keep it.
+        needed += sum(min(count, self.pool.others(page)) for page, count in written.items())
+        if needed > self.pool.free_pages:
+            got = f"{self.pool.free_pages} of {self.pool.pages}"
+            instead = "Reset or delete caches that are done, crop, or make a larger pool."
+            raise bad_value("pool", f"{needed} free pages for these tokens", got, "The cache is as it was.", instead)
+
+    def write(self, new: list[Tensor], place: Place) -> None:
+        self.pool.allocate(new)
+        size = self.pool.page_size
+        if not self.tables:
+            self.tables = [[] for _ in place.starts]
+        for table, start, stop in zip(self.tables, place.starts, place.ends, strict=True):
+            if stop > start and start % size:
+                self._own(table, start // size)
+            while len(table) < self._pages(stop):
+                table.append(self.pool.take())
+        device = new[0].device
+        rows, places, slots = place.rows_and_slots(device)
+        pages = self._table(device)[rows, slots // size]
+        for part, tokens in zip(self.pool.parts, new, strict=True):
+            part.transpose(1, 2)[pages, slots % size] = tokens.transpose(1, 2)[rows, places]
+
+    def read(self, start: int, stop: int) -> list[Tensor]:
+        """A copy, as pages lie anywhere; slots that a row does not have hold what happens to be there."""
+        size = self.pool.page_size
+        first = start // size
+        pages = self._table(self.pool.parts[0].device)[:, first : self._pages(stop)]
+        found = []
+        for part in self.pool.parts:
+            tokens = part[pages].transpose(1, 2).flatten(2, 3)  # (B, K, slots, width)
+            found.append(tokens[:, :, start - first * size : stop - first * size])
+        return found
+
+    def keep_last(self, lengths: list[int], count: int, slots: int) -> None:
+        raise NotImplementedError("a ring is kept in rows")
+
+    def truncate(self, lengths: list[int]) -> None:
+        for table, length in zip(self.tables, lengths, strict=True):
+            while len(table) > self._pages(length):
+                self.pool.give_back(table.pop())
+
+    def reorder(self, rows: list[int], lengths: list[int]) -> None:
+        del lengths
+        tables = [list(self.tables[row]) for row in rows]
+        for table in tables:
+            for page in table:
+                self.pool.hold(page)
+        self.clear()
+        self.tables = tables
+
+    def fork(self) -> Pages:
+        other = Pages(self.pool)
+        other.tables = [list(table) for table in self.tables]
+        for table in other.tables:
+            for page in table:
+                self.pool.hold(page)
+        return other
+
+    def clear(self) -> None:
+        for table in self.tables:
+            for page in table:
+                self.pool.give_back(page)
+        self.tables = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that it holds, shared ones too."""
+        held = {page for table in self.tables for page in table}
+        return self.pool.nbytes // self.pool.pages * len(held)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page_size)
+
+    def _table(self, device: torch.device) -> Tensor:
+        """(B, pages): page 0 where a row has fewer."""
+        longest = max(map(len, self.tables), default=0)
+        return torch.tensor(
+            [table + [0] * (longest - len(table)) for table in self.tables], dtype=torch.int64, device=device
+        ).view(len(self.tables), longest)
+
+    def _own(self, table: list[int], at: int) -> None:
+        """Make sure that nobody else holds a page that is about to be written."""
+        page = table[at]
+        if self.pool.others(page):
+            table[at] = self.pool.take()
+            for part in self.pool.parts:
+                part[table[at]] = part[page]
+            self.pool.give_back(page)
