@@ -1,1 +1,1 @@
-"""Models made of `Attention`."""
+"""Models made of `Attention`, the files that they are saved as, and how they generate."""
