@@ -219,6 +219,24 @@ def test_a_ring_stays_small():
 
 
 @torch.no_grad()
+def test_what_a_ring_let_go_still_counts():
+    """Positions go on, so masks of absolute positions are right, also when the window is all that is left."""
+    attn, x = layer(mask="none"), tokens(2, length=96)
+    mask = mh.causal() & ~mh.prefix(90)
+    cache = KVCache("ring", capacity=5)
+    for start in range(0, 90, 10):
+        attn(x[:, start : start + 10], cache=cache, mask=mask)
+    close(attn(x[:, 90:], cache=cache, mask=mask), attn(x, mask=mask & WINDOW)[:, 90:])
+    cache = KVCache("ring", capacity=5)
+    k = x[:, :, :10].view(2, 96, 2, 5).transpose(1, 2)
+    for token in range(96):
+        _, _, step = cache.append(k[:, :, token : token + 1], k[:, :, token : token + 1])
+        if step.k_positions is not None:
+            assert step.k_positions[-1] == token
+    assert step.k_positions is not None
+
+
+@torch.no_grad()
 def test_a_large_chunk_does_not_stay():
     cache, _, _ = filled(KVCache("ring", capacity=4), L=5_000)
     assert cache.nbytes == 3 * 2 * (2 * 4 + 64) * 5 * 2 * 8
@@ -281,11 +299,13 @@ def test_crop(storage):
 
 @torch.no_grad()
 def test_a_ring_says_when_it_is_too_late_to_crop():
-    cache, _, _ = filled(KVCache("ring", capacity=5), L=1000)
+    cache, k, v = filled(KVCache("ring", capacity=5), L=1000)
     cache.crop(1000 - 64)
     with pytest.raises(ValueError, match="let go"):
         cache.crop(1000 - 65)
     assert cache.length == 1000 - 64
+    _, _, step = cache.append(k[:, :, 936:937], v[:, :, 936:937])
+    assert step.k_positions.tolist() == [932, 933, 934, 935, 936]
 
 
 @torch.no_grad()
@@ -491,6 +511,21 @@ def test_gradients_through_rows_of_different_length():
     attn(one, keep=keep)[keep].square().sum().backward()
     in_chunks(attn, two, [3, 2, 4], KVCache(), keep=keep)[keep].square().sum().backward()
     close(two.grad, one.grad)
+
+
+def test_what_autograd_kept_is_not_written_over():
+    """Also where the buffer has room, because the first tokens came without gradients."""
+    attn, x = layer(), tokens(2, length=9)
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[0, 3:5] = keep[1, 6] = False
+    given = []
+    for sizes in ([6], [1, 1, 2, 2]):
+        cache, tail = KVCache(), x[:, 3:].clone().requires_grad_()
+        with torch.no_grad():
+            attn(x[:, :3], cache=cache, keep=keep[:, :3])
+        out = in_chunks(attn, tail, sizes, cache, keep=keep[:, 3:])
+        given.append(torch.autograd.grad(out[keep[:, 3:]].square().sum(), tail)[0])
+    close(given[1], given[0])
 
 
 @pytest.mark.parametrize("make", [lambda: KVCache("paged", pool=PagePool(9)), lambda: KVCache(dtype=torch.int8)])

@@ -12,19 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multihead.models.generation import (
-    NOTHING,
-    StopStrings,
-    draw,
-    generate,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    penalise_repetition,
-    row_seed,
-    stream,
-)
+from multihead.models.generation import NOTHING, generate, row_seed, stream
 from multihead.models.gpt import GPT
+from multihead.models.sampling import draw, keep_min_p, keep_top_k, keep_top_p, penalise_repetition
+from multihead.models.stops import StopStrings
 
 V = 29
 INF = math.inf

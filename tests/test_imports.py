@@ -17,25 +17,32 @@ import multihead as mh
 SOURCE = Path(mh.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models <- cli
+# errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models
+#        <- training <- commands <- cli
 TIERS = [
     {"errors", "textbook"},
-    {"plane", "mask_kinds", "masks", "positions", "rotary", "cache", "layouts", "options"},
+    {"plane", "mask_kinds", "masks", "positions", "rotary", "layouts", "options"},
+    {"cache", "cache_ledger", "cache_pages", "cache_storage"},
     {"reference", "request"},
     {"kernels"},
     {"attention", "projections"},
     {"whole"},
+    {"layer"},
     {"module"},
-    {"compat", "torch_masks"},
+    {"compat", "torch_inputs", "torch_masks"},
     {"swapping"},
     {"explain", "doctor", "models"},
+    {"training"},
+    {"commands"},
     {"cli", "demo", "side_by_side"},
     {"__init__"},
 ]
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
 # Of one tier, and strangers.
 APART = [("reference", "request"), ("attention", "projections"), ("explain", "doctor"), ("models", "explain")]
-COMMAND_LINE = {"cli": {"typer", "rich"}, "demo": {"rich"}}
+COMMAND_LINE = {"cli": {"typer", "rich"}, "commands": {"typer", "rich"}, "demo": {"rich"}}
+# Others are imported by name, where they are needed: see training/packages.py.
+COMMAND_LINE |= {"training": {"rich", "matplotlib"}}
 
 
 class Import(NamedTuple):

@@ -9,7 +9,7 @@ import io
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 try:
     import typer
@@ -24,6 +24,8 @@ except ModuleNotFoundError as missing:
 import torch
 
 from multihead import __version__, demo
+from multihead.commands import train, translate
+from multihead.commands.refusing import refuse
 from multihead.doctor import doctor
 from multihead.explain import explain
 from multihead.masks import causal as causal_mask
@@ -44,7 +46,7 @@ class _Commands(TyperGroup):
         except _CALL_ERROR as error:
             context = getattr(error, "ctx", None)
             instead = f" See {context.command_path} --help." if context is not None else ""
-            _refuse(f"{error.format_message().rstrip('.')}.{instead}")
+            refuse(f"{error.format_message().rstrip('.')}.{instead}")
         if standalone_mode:
             raise SystemExit(code or 0)
         return code
@@ -61,12 +63,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a sample may hold characters that the console's encoding lacks
     app(prog_name="multihead")
-
-
-def _refuse(message: str) -> NoReturn:
-    """Leave with code 2 and a message on one line."""
-    sys.stderr.write(f"multihead: {' '.join(message.split())}\n")
-    raise SystemExit(2)
 
 
 @app.callback(invoke_without_command=True)
@@ -147,7 +143,7 @@ def _demo(
             compare=compare,
         )
     except (TypeError, ValueError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     raise typer.Exit(demo.run(plan, Console()))
 
 
@@ -212,10 +208,10 @@ def _explain(
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not have
-        _refuse(f"--device: {device} can't be used: {str(error).splitlines()[0]}")
+        refuse(f"--device: {device} can't be used: {str(error).splitlines()[0]}")
     try:
         if causal and right is not None:
-            _refuse("--right: expected none with --causal, which shows no token after the own one. Leave one out.")
+            refuse("--right: expected none with --causal, which shows no token after the own one. Leave one out.")
         is_window = left is not None or right is not None
         mask = window(left=left, right=0 if causal else right) if is_window else causal_mask() if causal else None
         made: Position | None = None
@@ -240,9 +236,9 @@ def _explain(
             device=device,
         )
     except (TypeError, ValueError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     except RuntimeError as error:  # such as sizes past what a tensor can have
-        _refuse(str(error).splitlines()[0])
+        refuse(str(error).splitlines()[0])
     typer.echo(str(found))
 
 
@@ -255,6 +251,10 @@ def _doctor() -> None:
     found = doctor()
     typer.echo(str(found))
     raise typer.Exit(0 if found.healthy else 1)
+
+
+train.register(app)
+translate.register(app)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The demo: a small GPT of `Attention` layers learns a text, one character at a time, in about a minute on a CPU.
 
-`prepare` checks every option and reads the text, `train` learns, `sample` writes, and `run` shows it on a console.
+`prepare` checks every option and reads the text, `train` learns, `generate` writes, and `run` shows it on a console.
 Then the drop-in is shown beside torch's layer: see `side_by_side.py`.
 """
 
@@ -8,32 +8,32 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 from torch import Tensor, nn
 
-from multihead.errors import bad_type, bad_value, check_size, is_number
+from multihead.errors import bad_value, check_size
 from multihead.explain import explain
-from multihead.models.gpt import GPT, loss_of, sample
+from multihead.models.generation import generate
+from multihead.models.gpt import GPT, loss_of
 from multihead.module import Attention
 from multihead.side_by_side import Sizes, peak_memory, table, train_both
-
-INTERRUPTED = 130  # the exit code that shells give to a command ended by Ctrl-C
+from multihead.training.language import text_loss
+from multihead.training.options import MOST_THREADS, check_model_sizes, check_range, check_real
+from multihead.training.progress import INTERRUPTED, display, say
+from multihead.training.texts import read_text
 
 _TOKENS_PER_STEP = 512  # few, so that a minute on a slow CPU still holds many steps
 _LEARNING_RATE = 3e-3
 _MOST_PARAMETERS = 100_000_000
 _MOST_CONTEXT = 8192
-_MOST_THREADS = 256
-_SECONDS_BETWEEN_LINES = 10
 _MOST_COMPARED_SECONDS = 8.0
 _MOST_COMPARED_STEPS = 60  # where steps were asked for: takes about as long
 
@@ -105,22 +105,16 @@ def prepare(
         otherwise = "Training ends after one of the two."
         raise bad_value("--steps, --seconds", "one of the two", f"{steps} and {seconds:g}", otherwise, "Leave one out.")
     if steps is None:
-        seconds = _check_seconds(60.0 if seconds is None else seconds)
+        seconds = check_real("--seconds", 60.0 if seconds is None else seconds, above=True)
     else:
         check_size("--steps", steps)
-    _check_range("--seed", seed, 0, 2**63 - 1)
-    _check_range("--context", context, 1, _MOST_CONTEXT)
-    _check_range("--threads", threads, 1, _MOST_THREADS)
+    check_range("--seed", seed, 0, 2**63 - 1)
+    check_range("--context", context, 1, _MOST_CONTEXT)
+    check_range("--threads", threads, 1, MOST_THREADS)
     check_size("--sample-length", sample_length)
-    for argument, size in (("--width", width), ("--layers", layers), ("--heads", heads)):
-        check_size(argument, size)
-    if width % (2 * heads):
-        below, above = width // (2 * heads) * 2 * heads, (width // (2 * heads) + 1) * 2 * heads
-        otherwise = "Each head has an equal part of the width, and rotary positions turn its channels in pairs."
-        instead = f"Try --width {below} or {above}." if below else f"Try --width {above}."
-        raise bad_value("--width", f"a multiple of 2 * --heads = {2 * heads}", width, otherwise, instead)
+    check_model_sizes(width=width, layers=layers, heads=heads)
 
-    characters = _read(text)
+    characters = read_text(text)
     vocabulary = "".join(sorted(set(characters)))
     parameters = width * (12 * layers * width + len(vocabulary))  # nearly: without norms and biases
     if parameters > _MOST_PARAMETERS:
@@ -162,52 +156,6 @@ def prepare(
         threads=threads,
         compare=compare,
     )
-
-
-def _check_seconds(seconds: object) -> float:
-    if not is_number(seconds):
-        raise bad_type("--seconds", "a number above 0", seconds)
-    if not 0 < seconds < math.inf:
-        raise bad_value("--seconds", "a finite number above 0", seconds)
-    return float(seconds)
-
-
-def _check_range(argument: str, value: object, least: int, most: int) -> None:
-    if check_size(argument, value, least=least) > most:
-        raise bad_value(argument, f"at most {most}", value)
-
-
-def _read(path: Path | None) -> str:
-    """The text, with "\\n" for every kind of line end."""
-    if path is None:
-        try:
-            from pydoc_data.topics import topics  # some systems lack it
-        except ModuleNotFoundError:
-            got = "none, and this Python comes without pydoc_data.topics"
-            raise bad_value("--text", "a UTF-8 text file", got, "", "Name a file.") from None
-        return "\n\n".join(topics.values())
-
-    def unfit(what: str, instead: str) -> ValueError:
-        return bad_value("--text", "a UTF-8 text file", f"{str(path)!r}, {what}", "", instead)
-
-    if path.is_dir():
-        raise unfit("a directory", "Name one file.")
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise unfit("which does not exist", "Check the path.") from None
-    except PermissionError:
-        raise unfit("which may not be read", "Check its permissions.") from None
-    except OSError as error:
-        raise unfit(f"which can't be read ({error.strerror})", "Check the path.") from None
-    if not data:
-        raise unfit("which is empty", "Leave --text out for a text that comes with Python.")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        what = f"whose byte {error.start} (counted from 0), 0x{data[error.start]:02x}, is not UTF-8"
-        raise unfit(what, "Save it as UTF-8 first.") from None
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 # Learning -----------------------------------------------------------------------------------------------------------
@@ -256,19 +204,9 @@ def train(model: GPT, plan: Plan) -> Iterator[Reached]:
         yield Reached(step, step * plan.batch * plan.context, seconds, share, total / weight)
 
 
-@torch.no_grad()
-def validate(model: GPT, plan: Plan, most: int = 512) -> float:
-    """Loss on the text kept back, in nats per token: over all of it, or over `most` evenly spread pieces of it."""
-    length = min(plan.context, len(plan.valid) - 1)
-    pieces = (len(plan.valid) - 1) // length
-    tokens = plan.valid[: pieces * length].view(pieces, length)
-    targets = plan.valid[1 : pieces * length + 1].view(pieces, length)
-    chosen = torch.linspace(0, pieces - 1, min(pieces, most)).long()
-    total = 0.0
-    for start in range(0, len(chosen), plan.batch):
-        rows = chosen[start : start + plan.batch]
-        total += len(rows) * loss_of(model, tokens[rows], targets[rows]).item()
-    return total / len(chosen)
+def validate(model: GPT, plan: Plan) -> float:
+    """Loss on the text kept back, in nats per token: over evenly spread pieces of it, if it is long."""
+    return text_loss(model, plan.valid, context=plan.context, batch=plan.batch)
 
 
 # On the console -----------------------------------------------------------------------------------------------------
@@ -287,18 +225,18 @@ def run(plan: Plan, console: Console) -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     reached = None
     try:
-        _say(console, f"{len(plan.train):,} characters to learn from, {len(plan.valid):,} kept back to judge by.")
-        _say(console, f"{parameters:,} parameters, --threads {plan.threads}. Ctrl-C ends it early.\n")
-        with _display(console) as show:
+        say(console, f"{len(plan.train):,} characters to learn from, {len(plan.valid):,} kept back to judge by.")
+        say(console, f"{parameters:,} parameters, --threads {plan.threads}. Ctrl-C ends it early.\n")
+        with display(console) as show:
             for reached in train(model, plan):
                 show(reached.share, reached.seconds, _line(reached))
         assert reached is not None  # a plan has at least one step
         _report(console, model, plan, parameters, reached)
     except KeyboardInterrupt:
         if reached is None:
-            _say(console, "\nStopped before the first step.")
+            say(console, "\nStopped before the first step.")
         else:
-            _say(console, f"\nStopped after step {reached.steps:,}, at a training loss of {reached.loss:.3f}.")
+            say(console, f"\nStopped after step {reached.steps:,}, at a training loss of {reached.loss:.3f}.")
             _show_sample(console, model, plan, min(plan.sample_length, 100))
         return INTERRUPTED
     else:
@@ -318,51 +256,23 @@ def _compare(console: Console, plan: Plan) -> int:
     lasts = {"seconds": min(plan.seconds, _MOST_COMPARED_SECONDS), "steps": math.inf}
     if plan.steps < math.inf:
         lasts = {"seconds": math.inf, "steps": min(plan.steps, _MOST_COMPARED_STEPS)}
-    _say(console, "\nA model of torch.nn.MultiheadAttention, as it is and after multihead.swap(model):")
-    _say(console, f"the same weights, the same batches of {sizes.batch} x {sizes.context} characters, in turn.\n")
+    say(console, "\nA model of torch.nn.MultiheadAttention, as it is and after multihead.swap(model):")
+    say(console, f"the same weights, the same batches of {sizes.batch} x {sizes.context} characters, in turn.\n")
     done = []
     try:
-        with _display(console) as show:
+        with display(console) as show:
             for both in train_both(plan.train, sizes, seed=plan.seed, **lasts):
                 done.append(both)
                 show(both.share, both.seconds, f"step {len(done):,}  losses {both.losses[0]:.3f}, {both.losses[1]:.3f}")
             show(1.0, both.seconds, "now the peak memory of each, in a process of its own")
             memory = peak_memory(sizes, plan.threads)
     except KeyboardInterrupt:
-        _say(console, "\nStopped: the comparison was not finished.")
+        say(console, "\nStopped: the comparison was not finished.")
         return INTERRUPTED
-    _say(console, "")
+    say(console, "")
     for line in table(done, sizes, memory):
-        _say(console, line)
+        say(console, line)
     return 0
-
-
-@contextmanager
-def _display(console: Console) -> Generator[Callable[[float, float, str], None], None, None]:
-    """What to call after each step, with the share that is done, the seconds it took and a line about it.
-
-    It moves a bar, or where no bar can be drawn, writes a line now and then.
-    """
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield _Lines(console).show
-        return
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    columns = (BarColumn(bar_width=20), *times, TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda share, _, line: bar.update(task, completed=share, description=line)
-
-
-class _Lines:
-    """Writes the first step, the last, and one now and then."""
-
-    def __init__(self, console: Console) -> None:
-        self.console, self.due = console, 0.0
-
-    def show(self, share: float, seconds: float, line: str) -> None:
-        if seconds >= self.due or share == 1:
-            self.due = seconds + _SECONDS_BETWEEN_LINES
-            _say(self.console, f"{share:4.0%}  {line}")
 
 
 def _line(reached: Reached) -> str:
@@ -382,25 +292,20 @@ def _report(console: Console, model: GPT, plan: Plan, parameters: int, reached: 
         "speed": f"{reached.tokens_per_second:,.0f} tokens/s",
         "peak memory": "unknown" if memory is None else f"{memory / 2**20:,.0f} MiB, of the whole process",
     }
-    _say(console, "")
+    say(console, "")
     for name, value in rows.items():
-        _say(console, f"{name:<17}{value}")
+        say(console, f"{name:<17}{value}")
     _show_sample(console, model, plan, plan.sample_length)
-    _say(console, "\nHow the first layer's attention is computed:")
+    say(console, "\nHow the first layer's attention is computed:")
     layer = next(module for module in model.modules() if isinstance(module, Attention))
-    _say(console, str(explain(layer, batch=plan.batch, length=plan.context, training=True)))
+    say(console, str(explain(layer, batch=plan.batch, length=plan.context, training=True)))
 
 
 def _show_sample(console: Console, model: GPT, plan: Plan, length: int) -> None:
-    _say(console, "\nA sample:")
-    written = plan.spell(sample(model, plan.prompt, length, plan.context))
-    console.print(Text.assemble((plan.spell(plan.prompt), "bold"), written), soft_wrap=True)
-
-
-def _say(console: Console, line: str) -> None:
-    """A line as it is, past rich: brackets in it are no markup, and after Ctrl-C rich might write it once more."""
-    console.file.write(f"{line}\n")
-    console.file.flush()
+    say(console, "\nA sample:")
+    options: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "seed": plan.seed, "context": plan.context}
+    written = generate(model, [plan.prompt], max_new_tokens=length, **options)[0]
+    console.print(Text.assemble((plan.spell(plan.prompt), "bold"), plan.spell(written)), soft_wrap=True)
 
 
 def _peak_memory() -> int | None:

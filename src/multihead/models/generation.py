@@ -1,89 +1,24 @@
 """Generation: a model writes on, token by token, for several prompts at once.
 
-What may be drawn is decided by pure functions over logits (B, vocabulary), in this order: `repetition_penalty`,
-`temperature`, `top_k`, `top_p`, `min_p`. Each row of a batch draws from a generator of its own, so that what it writes
+How a token is chosen is in `sampling.py`. Each row of a batch draws from a generator of its own, so that what it writes
 does not depend on its neighbours, nor on whether keys and values are cached.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import bad_type, bad_value, check_size, describe, is_int, is_number
+from multihead.errors import bad_type, bad_value, check_size, describe, is_int
 from multihead.models.gpt import GPT
+from multihead.models.sampling import Sampling
 from multihead.options import check_flags
 
 NOTHING = -1  # what `stream` gives for a row that is finished
-
-_COLDEST = 1e-5  # a temperature that is still a number in float32, and as good as 0
-
-# What may be drawn ----------------------------------------------------------------------------------------------------
-
-
-def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits of tokens that were seen, made smaller: divided by the penalty, or below zero multiplied by it.
-
-    Keskar et al., "CTRL" (2019), section 4.1, which divides; there a negative logit would become likelier.
-
-    Args:
-        logits: (B, vocabulary).
-        seen: (B, vocabulary) bool, which tokens a row holds, its prompt included.
-        penalty: above 0; 1 changes nothing.
-    """
-    return logits.where(~seen, torch.where(logits > 0, logits / penalty, logits * penalty))
-
-
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Logits (B, vocabulary) with -inf for all but the k likeliest of a row, and those as likely as the last of them.
-
-    Fan et al., "Hierarchical Neural Story Generation" (2018).
-    """
-    least = logits.topk(min(k, logits.shape[-1])).values[:, -1:]  # (B, 1)
-    return logits.where(logits >= least, -math.inf)
-
-
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Logits (B, vocabulary) with -inf for all but the nucleus: the fewest tokens whose probabilities add up to p.
-
-    Of tokens that are equally likely the one of the lower number comes first. Holtzman et al., "The Curious Case of
-    Neural Text Degeneration" (2020).
-    """
-    probabilities, order = logits.softmax(-1).sort(descending=True, stable=True)
-    before = probabilities.cumsum(-1) - probabilities  # of those that are likelier
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before < p)
-    return logits.where(kept, -math.inf)
-
-
-def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Logits (B, vocabulary) with -inf where a token is less likely than p times the likeliest of the row.
-
-    Nguyen et al., "Turning Up the Heat: Min-p Sampling" (2024).
-    """
-    return logits.where(logits >= logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
-
-
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """A token of each row: where the sum of the probabilities, in the order of the vocabulary, passes a number.
-
-    Args:
-        logits: (B, vocabulary), some of each row finite.
-        uniform: (B,) float64 on the CPU, from 0 to below 1.
-
-    Returns:
-        (B,) int64 on the CPU, none of probability 0.
-    """
-    sums = logits.float().softmax(-1).cpu().double().cumsum(-1)
-    return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
-
-
-# Generating -----------------------------------------------------------------------------------------------------------
 
 
 def generate(
@@ -219,62 +154,6 @@ def _steps(
             return
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen. The fields are arguments of `generate`."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        temperature = _check_number("temperature", self.temperature)
-        if not (temperature == 0 or _COLDEST <= temperature < math.inf):
-            otherwise = "Logits are divided by it."
-            raise bad_value("temperature", f"0, or a finite number of at least {_COLDEST:g}", temperature, otherwise)
-        if self.top_k is not None:
-            check_size("top_k", self.top_k)
-        if self.top_p is not None and not 0 < _check_number("top_p", self.top_p) <= 1:
-            raise bad_value("top_p", "a number above 0 and at most 1", self.top_p, "It is a share of the probability.")
-        if self.min_p is not None and not 0 <= _check_number("min_p", self.min_p) <= 1:
-            raise bad_value("min_p", "a number from 0 to 1", self.min_p, "It is a share of the likeliest token's.")
-        if not 0 < _check_number("repetition_penalty", self.repetition_penalty) < math.inf:
-            otherwise = "Logits are divided by it."
-            raise bad_value("repetition_penalty", "a finite number above 0", self.repetition_penalty, otherwise)
-
-    def choose(self, logits: Tensor, seen: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
-        """A token of each row.
-
-        Args:
-            logits: (B, vocabulary).
-            seen: as of `penalise_repetition`, or None for no penalty.
-            generators: one for each row, on the CPU.
-
-        Returns:
-            (B,) int64 on the CPU.
-
-        Raises:
-            ValueError: logits are NaN or infinite, as those of a model whose training has diverged.
-        """
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if seen is not None:
-            logits = penalise_repetition(logits, seen, self.repetition_penalty)
-        logits = logits / (self.temperature or 1.0)
-        if not logits.amax(-1).isfinite().all():
-            raise bad_value(
-                "model", "one that gives finite logits", "NaN or infinity", "There is nothing to draw from."
-            )
-        if self.temperature == 0:
-            return logits.argmax(-1).cpu()
-        logits = logits if self.top_k is None else keep_top_k(logits, self.top_k)
-        logits = logits if self.top_p is None else keep_top_p(logits, self.top_p)
-        logits = logits if not self.min_p else keep_min_p(logits, self.min_p)
-        numbers = [torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators]
-        return draw(logits, torch.cat(numbers))
-
-
 def row_seed(seed: int, row: int) -> int:
     """By which seed a row of a batch draws: so row `row` alone, by this seed, writes what it writes in the batch."""
     if row == 0:
@@ -316,12 +195,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _check_number(name: str, value: object) -> float:
-    if not is_number(value):
-        raise bad_type(name, "a number", value)
-    return value
-
-
 def _checked_prompts(prompts: object, vocabulary: int) -> list[Tensor]:
     if not isinstance(prompts, list | tuple):
         raise bad_type("prompts", "a list of int64 tensors (L,)", prompts, "", "For one prompt pass [prompt].")
@@ -356,60 +229,3 @@ def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
     strange = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if strange is not None:
         raise bad_value(name, f"tokens from 0 to {vocabulary - 1}, the vocabulary's", strange)
-
-
-# Text -----------------------------------------------------------------------------------------------------------------
-
-
-class StopStrings:
-    """Tells how much of a text that comes in pieces may be shown, when it is to end before any of some strings.
-
-        stop = StopStrings(["\\nUser:"])
-        for piece in pieces:
-            show(stop.feed(piece))
-            if stop.met:
-                break
-        show(stop.finish())
-
-    What may be the beginning of such a string is held back until it is clear. How the text is cut into pieces changes
-    nothing in all: the text ends before the string that is the first to be complete, of several the longest.
-
-    Args:
-        strings: none of them empty; none at all lets everything pass.
-
-    Attributes:
-        met: whether a string has come. Nothing is shown from then on.
-
-    Raises:
-        ValueError, TypeError: strings are not strings, or one is empty.
-    """
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        if not isinstance(strings, list | tuple) or not all(isinstance(string, str) for string in strings):
-            raise bad_type("strings", "a list of strings", strings)
-        if "" in strings:
-            raise bad_value("strings", "no empty string", repr(""), "It would stop before the first character.")
-        self.strings = tuple(strings)
-        self.met = False
-        self._held = ""
-
-    def feed(self, piece: str) -> str:
-        """What may be shown once `piece` has come too."""
-        if self.met:
-            return ""
-        text = self._held + piece
-        found = [(text.find(string) + len(string), -len(string)) for string in self.strings if string in text]
-        if found:
-            end, length = min(found)
-            self.met, self._held = True, ""
-            return text[: end + length]
-        longest = min(len(text), max(map(len, self.strings), default=0))
-        starts = range(len(text) - longest, len(text))
-        start = next((at for at in starts if any(s.startswith(text[at:]) for s in self.strings)), len(text))
-        self._held = text[start:]
-        return text[:start]
-
-    def finish(self) -> str:
-        """What was held back, when no more text comes."""
-        held, self._held = self._held, ""
-        return held

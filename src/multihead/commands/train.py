@@ -1,0 +1,281 @@
+"""`multihead train` and `multihead generate`: a GPT learns a text, and writes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import Enum
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from multihead.commands.refusing import refuse
+from multihead.training import text_run, writing
+from multihead.training.parallel import UnequalProcesses, leave
+from multihead.training.session import CannotCompile
+
+_WHOLE, _TEXT, _MODEL, _STEPS, _MACHINE = "Run", "Text", "Model", "Training", "Machine"
+
+_TRAIN_HELP = "\n\n".join(
+    (
+        "Train a GPT made of multihead.Attention on a text. [bold]multihead generate[/] then lets it write.",
+        "It learns to predict the next token: a piece of a word (byte pairs, learned from the text), or with --chars a "
+        "character. With the defaults that is some minutes on a CPU. Nothing is downloaded. The last tenth of the text "
+        "is kept back to judge by.",
+        "[bold]Loss[/] is in nats per token: 0 is perfect, and an even guess among V tokens is ln V, 6.9 for 1,024 of "
+        "them. [bold]Validation loss[/] is on the part kept back: compare by that one. Where it rises while the other "
+        "falls, the model learns by heart: take more text, fewer --steps or a larger --dropout. [bold]Bits per byte[/] "
+        "are the same for any vocabulary.",
+        "[bold]The folder[/] has config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, "
+        "model.safetensors and state.safetensors, the checkpoint. Ctrl-C finishes the step, saves, says how to go on, "
+        "and gives exit code 130; --resume goes on to the same numbers as if it had never stopped. After a kill, what "
+        "came since the last checkpoint is done again. Exit code 1: the loss is no number any more. Exit code 2: "
+        "something that was asked for can't be done; nothing was written then.",
+    )
+)
+_TRAIN_EXAMPLES = "\n\n".join(
+    (
+        "Examples:",
+        "[bold]multihead train[/] learns Python's language reference.",
+        "[bold]multihead train --text book.txt --text letters.txt --out runs/mine --steps 3000[/] learns yours.",
+        "[bold]multihead train --out runs/mine --resume[/] goes on where it was stopped; with [bold]--steps 5000[/] "
+        "for longer.",
+        "[bold]multihead train --kv-heads 2 --mlp swiglu --dtype bfloat16 --device cuda --compile[/] is how "
+        "larger ones are made.",
+        "[bold]torchrun --nproc-per-node 2 -m multihead.cli train --parallel ddp[/] shares each step among processes.",
+    )
+)
+
+
+class Position(str, Enum):
+    """How a model knows where a token stands."""
+
+    rotary = "rotary"
+    learned = "learned"
+
+
+class Mlp(str, Enum):
+    """The MLPs that `train` knows."""
+
+    gelu = "gelu"
+    swiglu = "swiglu"
+
+
+class Dtype(str, Enum):
+    """What products may be computed in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Parallel(str, Enum):
+    """How processes share a model's training."""
+
+    ddp = "ddp"
+    fsdp = "fsdp"
+
+
+def default_device() -> str:
+    """CUDA where there is some, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """The names of the options that were written, and not left to their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    # By name: the enumeration is click's, or typer's own copy.
+    return {name.removesuffix("_") for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def _train(
+    context: typer.Context,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A UTF-8 file to learn; several are joined. By default Python's reference.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
+    vocabulary: Annotated[
+        int, typer.Option(help="How many different tokens there are at most, at least 256.", rich_help_panel=_TEXT)
+    ] = 1024,
+    chars: Annotated[
+        bool,
+        typer.Option("--chars", help="A token is a character instead of a piece of a word.", rich_help_panel=_TEXT),
+    ] = False,
+    valid_share: Annotated[
+        float, typer.Option(help="How much of the text, its end, is kept back.", rich_help_panel=_TEXT)
+    ] = 0.1,
+    layers: Annotated[int, typer.Option(help="How many blocks of attention and MLP.", rich_help_panel=_MODEL)] = 4,
+    width: Annotated[
+        int,
+        typer.Option(help="How many numbers stand for a token; a multiple of 2 * heads.", rich_help_panel=_MODEL),
+    ] = 128,
+    heads: Annotated[int, typer.Option(help="How many heads each attention has.", rich_help_panel=_MODEL)] = 4,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(help="Key/value heads, a divisor of heads. By default as many.", rich_help_panel=_MODEL),
+    ] = None,
+    mlp: Annotated[Mlp, typer.Option(help="The MLP's activation.", rich_help_panel=_MODEL)] = Mlp.gelu,
+    position: Annotated[
+        Position, typer.Option(help="How it knows where a token stands.", rich_help_panel=_MODEL)
+    ] = Position.rotary,
+    dropout: Annotated[
+        float, typer.Option(help="The share that is dropped while training.", rich_help_panel=_MODEL)
+    ] = 0.1,
+    context_: Annotated[
+        int, typer.Option("--context", help="How many tokens the model sees at once.", rich_help_panel=_MODEL)
+    ] = 256,
+    steps: Annotated[int, typer.Option(help="How many steps to train, in all.", rich_help_panel=_STEPS)] = 400,
+    batch: Annotated[
+        int, typer.Option(help="Pieces of --context tokens a step, over all processes.", rich_help_panel=_STEPS)
+    ] = 16,
+    accumulate: Annotated[
+        int, typer.Option(help="In how many parts a step is done, one by one: less memory.", rich_help_panel=_STEPS)
+    ] = 1,
+    learning_rate: Annotated[
+        float, typer.Option(help="The highest: it rises to it, then falls as a cosine.", rich_help_panel=_STEPS)
+    ] = 2e-3,
+    warm_up: Annotated[
+        int | None, typer.Option(help="Steps until it is there. By default a twentieth.", rich_help_panel=_STEPS)
+    ] = None,
+    weight_decay: Annotated[
+        float, typer.Option(help="AdamW's, of matrices and tables alone.", rich_help_panel=_STEPS)
+    ] = 0.1,
+    clip: Annotated[
+        float, typer.Option(help="The longest a gradient may be; 0 for no bound.", rich_help_panel=_STEPS)
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(help="Of the first weights, the data's order and dropout.", rich_help_panel=_STEPS)
+    ] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder to make. By default runs/gpt- and the time.", rich_help_panel=_WHOLE),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=_WHOLE)
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew in place of the run in --out.", rich_help_panel=_WHOLE)
+    ] = False,
+    validate_every: Annotated[
+        int, typer.Option(help="Steps from one validation to the next.", rich_help_panel=_WHOLE)
+    ] = 100,
+    save_every: Annotated[
+        int, typer.Option(help="Steps from one checkpoint to the next.", rich_help_panel=_WHOLE)
+    ] = 100,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda ... By default cuda where there is one.", rich_help_panel=_MACHINE),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="What products are computed in. float16: CUDA only.", rich_help_panel=_MACHINE)
+    ] = Dtype.float32,
+    threads: Annotated[
+        int | None, typer.Option(help="How many cores to use. By default as torch chooses.", rich_help_panel=_MACHINE)
+    ] = None,
+    compile_: Annotated[
+        bool,
+        typer.Option("--compile/--no-compile", help="Compile the model first.", rich_help_panel=_MACHINE),
+    ] = False,
+    parallel: Annotated[
+        Parallel | None,
+        typer.Option(help="Under torchrun: whole models (the default) or shards.", rich_help_panel=_MACHINE),
+    ] = None,
+) -> None:
+    settings: dict[str, Any] = {
+        "text": text or [], "vocabulary": vocabulary, "chars": chars, "valid_share": valid_share, "layers": layers,
+        "width": width, "heads": heads, "kv_heads": kv_heads, "mlp": mlp.value, "position": position.value,
+        "dropout": dropout, "context": context_, "steps": steps, "batch": batch, "accumulate": accumulate,
+        "learning_rate": learning_rate, "warm_up": warm_up, "weight_decay": weight_decay, "clip": clip, "seed": seed,
+        "validate_every": validate_every, "save_every": save_every, "device": device or default_device(),
+        "dtype": dtype.value, "threads": threads, "compile": compile_,
+        "parallel": None if parallel is None else parallel.value,
+    }  # fmt: skip
+    try:
+        plan = text_run.prepare(settings, given=given_options(context), out=out, resume=resume, overwrite=overwrite)
+    except (TypeError, ValueError, ImportError) as error:
+        refuse(str(error))
+    try:
+        code = text_run.carry_out(plan, Console())
+    except OSError as error:
+        refuse(f"{plan.start.folder}: can't be written to ({error.strerror or error}). What was saved last stands.")
+    except CannotCompile as error:
+        refuse(f"--compile: expected a model that can be compiled here, got: {error}. Add --resume --no-compile.")
+    except UnequalProcesses as error:
+        refuse(str(error))
+    raise typer.Exit(leave(plan.start.processes, code))
+
+
+_GENERATE_HELP = "\n\n".join(
+    (
+        "Let the model of a run of [bold]multihead train[/] write on after a prompt, shown as it is written.",
+        "The likeliest token at every place makes dull and repeating text, so one is drawn. [bold]--temperature[/] "
+        "below 1 makes likely tokens likelier still; 0 takes the likeliest. [bold]--top-k[/], [bold]--top-p[/] and "
+        "[bold]--min-p[/] leave out the unlikely ones: the k likeliest stay, those that make up a share p of the "
+        "probability, or those at least p times so likely as the likeliest.",
+        "Ctrl-C ends it early, with exit code 130. Exit code 2: the run or an option can't be used.",
+    )
+)
+_GENERATE_EXAMPLES = "\n\n".join(
+    (
+        "Examples:",
+        '[bold]multihead generate runs/mine --prompt "Once upon a time"[/] writes another text each time.',
+        "[bold]multihead generate runs/mine --temperature 0.7 --top-k 40 --seed 1[/] writes the same text each time.",
+        '[bold]multihead generate runs/mine --prompt "Q: Why?" --stop "Q:" --max-new-tokens 500[/] ends before the '
+        "next question.",
+    )
+)
+
+
+def _generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that multihead train made.")],
+    prompt: Annotated[str, typer.Option(help="What the text starts with. By default a new line.")] = "\n",
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Above 0; below 1 is safer, above 1 bolder. 0: no draw.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the fewest that have this share.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Draw from those this much as likely as the likeliest.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was there becomes less likely.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draw. By default another text each time.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda ... By default cuda where there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(help="How many cores to use. By default as torch chooses.")] = None,
+) -> None:
+    try:
+        made = writing.prepare_writing(
+            run,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop=stop or [],
+            seed=seed,
+            device=device or default_device(),
+            threads=threads,
+        )
+    except (TypeError, ValueError, ImportError) as error:
+        refuse(str(error))
+    try:
+        for piece in chain([made.prompt], made.pieces()):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has had enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command("train", help=_TRAIN_HELP, epilog=_TRAIN_EXAMPLES)(_train)
+    app.command("generate", help=_GENERATE_HELP, epilog=_GENERATE_EXAMPLES)(_generate)

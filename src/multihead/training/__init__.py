@@ -1,0 +1,1 @@
+"""Training: the loop, what it trains, and the folder that a run leaves."""

@@ -1,0 +1,78 @@
+"""Files that are whole or not there: each is written beside its place and renamed, so that no kill leaves a part.
+
+A checkpoint is one safetensors file with all that training goes on from: weights, optimizer, the count of steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from multihead.errors import bad_value
+from multihead.models import saving
+from multihead.training.packages import need
+
+_FORMAT = "multihead checkpoint"
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside its place, then move it there, once it is on the disk.
+
+    Args:
+        path: its place; what is there before stays until the new one is whole.
+        write: is called with the path to write to.
+    """
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        write(beside)
+        with beside.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # the name in its folder is on the disk only after this; Windows has no such call
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A value as a JSON file, to be read by people too."""
+    told = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda beside: beside.write_text(told, encoding="utf-8"))
+
+
+def write_checkpoint(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """A checkpoint: contiguous tensors by name, and what else is to be known, as JSON."""
+    saving.write(tensors, path, {"format": _FORMAT, "facts": json.dumps(facts)})
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `write_checkpoint` wrote.
+
+    Raises:
+        ValueError: there is none, or it is cut off or something else.
+    """
+    try:
+        metadata = saving.read_metadata(path)
+    except FileNotFoundError:
+        instead = "Train anew with --overwrite."
+        raise bad_value(str(path), "a checkpoint", "no file", "There is nothing to go on from.", instead) from None
+    except OSError as error:
+        raise bad_value(str(path), "a checkpoint", f"a file that can't be read ({error.strerror})") from None
+    try:
+        facts = json.loads(metadata["facts"]) if metadata.get("format") == _FORMAT else None
+    except (KeyError, ValueError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise bad_value(str(path), "a checkpoint", "another safetensors file", "It holds no state of a training.")
+    tensors: dict[str, Tensor] = need("safetensors.torch", "models", "a checkpoint").load_file(path)
+    return tensors, facts

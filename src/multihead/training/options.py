@@ -1,0 +1,115 @@
+"""How to train: what every task has in common. Checked once, before anything is read or written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from multihead.errors import bad_type, bad_value, check_size, is_number
+from multihead.training.parallel import WAYS, Processes
+
+DTYPES = ("float32", "bfloat16", "float16")
+MOST_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a task is trained. Fields have the names of the command line's options."""
+
+    steps: int = 1000  # the whole training, from which the rate's course follows
+    accumulate: int = 1  # in how many parts each process takes its share of a step, one after the other
+    learning_rate: float = 1e-3  # the highest
+    warm_up: int | None = None  # steps until the rate is there; None for a twentieth of all
+    weight_decay: float = 0.1  # of matrices and tables
+    clip: float = 1.0  # the longest that a step's gradient may be; 0 for no bound
+    dtype: str = "float32"  # what products are computed in; weights are float32 in any case
+    device: str = "cpu"
+    compile: bool = False
+    parallel: str | None = None  # "ddp" or "fsdp" under torchrun; None alone
+    seed: int = 0
+    threads: int | None = None  # None for as many as torch chooses
+    validate_every: int = 100  # steps
+    save_every: int = 100  # steps
+
+    @property
+    def warm_up_steps(self) -> int:
+        """How many steps the rate rises."""
+        return self.warm_up if self.warm_up is not None else math.ceil(self.steps / 20)
+
+    def check(self, processes: Processes) -> None:
+        """Raise ValueError or TypeError, by the option's name, if something can't be done."""
+        for name in ("steps", "accumulate", "validate_every", "save_every"):
+            check_size(option(name), getattr(self, name))
+        if self.warm_up is not None:
+            check_range("--warm-up", self.warm_up, 0, self.steps)
+        if self.threads is not None:
+            check_range("--threads", self.threads, 1, MOST_THREADS)
+        check_range("--seed", self.seed, 0, 2**63 - 1)
+        check_real("--learning-rate", self.learning_rate, above=True)
+        check_real("--weight-decay", self.weight_decay)
+        check_real("--clip", self.clip)
+        check_choice("--dtype", self.dtype, DTYPES)
+        check_device(self.device, processes)
+        if self.dtype == "float16" and torch.device(self.device).type != "cuda":
+            otherwise = "Small gradients would become 0 in float16, and their scaling is made for CUDA."
+            raise bad_value("--dtype", "float32 or bfloat16 without CUDA", "float16", otherwise, "Take bfloat16.")
+        if self.parallel is not None:
+            check_choice("--parallel", self.parallel, WAYS)
+        if self.dtype == "float16" and self.parallel == "fsdp":
+            otherwise = "Each process would scale its own shard's gradients."
+            raise bad_value("--dtype", "float32 or bfloat16 with fsdp", "float16", otherwise, "Take bfloat16.")
+
+
+def option(name: str) -> str:
+    """How the command line calls a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_device(name: str, processes: Processes) -> None:
+    """Raise ValueError, in one line, if there is no such device here."""
+    try:
+        torch.empty(0, device=processes.device(name))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises, each for another device
+        why = str(error).splitlines()[0].rstrip(".")
+        raise bad_value("--device", "a device of this machine", f"{name} ({why})", "", "Try --device cpu.") from None
+    if torch.device(name).type == "meta":
+        raise bad_value("--device", "a device of this machine", "meta, which computes nothing", "", "Try --device cpu.")
+
+
+def check_range(argument: str, value: object, least: int, most: int) -> int:
+    """`value` back, if it is an int from `least` to `most`."""
+    if check_size(argument, value, least=least) > most:
+        raise bad_value(argument, f"at most {most}", value)
+    assert isinstance(value, int)
+    return value
+
+
+def check_real(argument: str, value: object, *, above: bool = False) -> float:
+    """`value` back, if it is a finite number of at least 0, or above 0."""
+    words = f"a finite number {'above' if above else 'of at least'} 0"
+    if not is_number(value):
+        raise bad_type(argument, words, value)
+    if not 0 <= value < math.inf or (above and value == 0):
+        raise bad_value(argument, words, value)
+    return float(value)
+
+
+def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> str:
+    """`value` back, if it is one of the choices."""
+    if value not in choices:
+        raise bad_value(argument, " or ".join((", ".join(choices[:-1]), choices[-1])), repr(value))
+    return str(value)
+
+
+def check_model_sizes(*, width: int, layers: int, heads: int) -> None:
+    """Raise ValueError, by the option's name, for sizes that no model of rotary positions can have."""
+    for argument, size in (("--width", width), ("--layers", layers), ("--heads", heads)):
+        check_size(argument, size)
+    if width % (2 * heads):
+        below, above = width // (2 * heads) * 2 * heads, (width // (2 * heads) + 1) * 2 * heads
+        otherwise = "Each head has an equal part of the width, and rotary positions turn its channels in pairs."
+        instead = f"Try --width {below} or {above}." if below else f"Try --width {above}."
+        raise bad_value("--width", f"a multiple of 2 * --heads = {2 * heads}", width, otherwise, instead)

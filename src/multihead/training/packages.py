@@ -1,0 +1,28 @@
+"""Packages that are not always there: imported when they are needed, with one line that says how to get them."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class MissingPackage(ImportError):
+    """A package that something asked for needs is not installed."""
+
+
+def need(name: str, extra: str, what_for: str) -> ModuleType:
+    """A module of another package.
+
+    Args:
+        name: the module's full name.
+        extra: which of multihead's extras brings the package.
+        what_for: what can't be done without it.
+
+    Raises:
+        MissingPackage: it is not installed, or can't be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.split(".")[0]
+        raise MissingPackage(f"{what_for} needs {package} ({error}). Next: pip install 'multihead[{extra}]'") from None

@@ -1,0 +1,467 @@
+"""The folder of a run: nothing is lost or half written, and what was stopped or killed goes on to the same numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from multihead.models.gpt import GPT
+from multihead.training import checkpoints, runs
+from multihead.training.checkpoints import read_checkpoint, write_checkpoint, write_json, write_whole
+from multihead.training.language import LanguageModelling
+from multihead.training.options import Options
+from multihead.training.parallel import Processes
+from multihead.training.plan import Checkpoint, carry_out, start
+from multihead.training.runs import Run, check_new, default_folder
+from multihead.training.session import Outcome, fit
+
+OPTIONS = Options(steps=9, warm_up=2, learning_rate=3e-3, validate_every=3, save_every=4)
+TOKENS = torch.arange(150) * 7 % 11
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nobody catches it."""
+
+
+class Watched(LanguageModelling):
+    """Calls something at the beginning of each step."""
+
+    at_step: Callable[[int], None] = staticmethod(lambda _: None)
+
+    def batches(self, generator: torch.Generator, step: int, parts: int) -> Any:
+        self.at_step(step)
+        return super().batches(generator, step, parts)
+
+
+def make_task(seed: int = 0) -> Watched:
+    torch.manual_seed(seed)
+    model = GPT(11, 8, 1, 2, context=5, dropout=0.1)
+    return Watched(model, TOKENS[:130], TOKENS[130:], valid_bytes=20, context=5, batch=3)
+
+
+def go(run: Run, task: Watched, options: Options = OPTIONS, **how: Any) -> Outcome:
+    return fit(task, options, run, processes=Processes(), console=Console(file=io.StringIO()), **how)
+
+
+def begin(folder: Path) -> Run:
+    return Run.create(folder, "gpt", {"settings": {}}, {"tokenizer.json": "{}"})
+
+
+def resume(folder: Path, options: Options = OPTIONS) -> Outcome:
+    run, task = Run.open(folder, "gpt", "--out"), make_task(seed=1)
+    found = Checkpoint.read(run, options.steps)
+    found.check(task.model)
+    return go(run, task, options, state=found.tensors, seconds=found.seconds)
+
+
+def what_counts(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The numbers of a run, without its times."""
+    lines = Run(folder, {}).metrics()
+    for line in lines:
+        del line["seconds"], line["tokens_per_second"]
+    return lines, read_checkpoint(folder / "state.safetensors")[0], GPT.load(folder / "model.safetensors").state_dict()
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    (lines, *tensors), (wanted, *expected) = what_counts(one), what_counts(other)
+    assert lines == wanted
+    for mine, theirs in zip(tensors, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pictures: they take longer than all else."""
+    monkeypatch.setattr(Run, "draw", lambda _: None)
+
+
+@pytest.fixture
+def whole(tmp_path: Path, undrawn: None) -> Path:  # noqa: ARG001
+    """A run that was never stopped."""
+    folder = tmp_path / "whole"
+    assert go(begin(folder), make_task()).code == 0
+    return folder
+
+
+# What is in it --------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run(tmp_path: Path):
+    folder = tmp_path / "runs" / "new"
+    outcome = go(begin(folder), make_task())
+    assert (outcome.code, outcome.done) == (0, 9)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "loss.png", "metrics.jsonl", "model.safetensors", "state.safetensors", "tokenizer.json"
+    ]  # fmt: skip
+    lines = Run(folder, {}).metrics()
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    assert [line["step"] for line in lines if "validation_loss" in line] == [3, 6, 9]
+    assert set(lines[0]) == {"step", "loss", "lr", "tokens_per_second", "seconds"}
+    assert set(lines[8]) - set(lines[0]) == {"validation_loss", "validation_bits_per_byte"}
+    assert outcome.validation["loss"] == lines[8]["validation_loss"]
+    picture = (folder / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", picture[16:24])
+    assert width > 700
+    assert height > 400
+
+
+def test_the_model_is_that_of_the_checkpoint(whole: Path):
+    _, state, model = what_counts(whole)
+    assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in model.items())
+    assert state["done"] == 9
+
+
+def test_folders_are_named_after_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first = default_folder("gpt")
+    assert re.fullmatch(r"runs/gpt-\d{8}-\d{6}", first.as_posix())
+
+    class Now(runs.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls(2025, 1, 2, 3, 4, 5, tzinfo=tz)
+
+    monkeypatch.setattr(runs, "datetime", Now)
+    for name in ("runs/gpt-20250102-030405", "runs/gpt-20250102-030405-2"):
+        assert default_folder("gpt").as_posix() == name
+        Path(name).mkdir(parents=True)
+
+
+def test_a_run_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # how Python marks a module that can't be imported
+    told = io.StringIO()
+    run = begin(tmp_path / "run")
+    outcome = fit(make_task(), OPTIONS, run, processes=Processes(), console=Console(file=told))
+    assert outcome.code == 0
+    assert told.getvalue().count("There will be no loss.png: ") == 1
+    assert "Next: pip install 'multihead[plot]'" in told.getvalue()
+
+
+# Stopped and killed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", [0, 4, 5, 7])
+def test_a_signal_saves_and_it_goes_on_to_the_same_numbers(tmp_path: Path, whole: Path, step: int, number: int):
+    folder, task = tmp_path / "stopped", make_task()
+    task.at_step = lambda at: signal.raise_signal(number) if at == step else None
+    before = signal.getsignal(number)
+    outcome = go(begin(folder), task)
+    assert (outcome.code, outcome.done) == (128 + number, step + 1)  # the step is finished
+    assert signal.getsignal(number) is before
+    assert read_checkpoint(folder / "state.safetensors")[0]["done"] == step + 1
+    assert resume(folder).code == 0
+    assert_same_run(folder, whole)
+
+
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, whole: Path):
+    folder, task = tmp_path / "stopped", make_task()
+
+    def press(step: int) -> None:
+        if step == 6:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    task.at_step = press
+    outcome = go(begin(folder), task)
+    assert (outcome.code, outcome.done) == (130, 4)  # the last checkpoint's
+    resume(folder)
+    assert_same_run(folder, whole)
+
+
+def test_killed_between_checkpoints(tmp_path: Path, whole: Path):
+    folder, task = tmp_path / "killed", make_task()
+
+    def kill(step: int) -> None:
+        if step == 6:
+            raise Killed
+
+    task.at_step = kill
+    with pytest.raises(Killed):
+        go(begin(folder), task)
+    assert len(Run(folder, {}).metrics()) == 6  # of which two came after the checkpoint
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # and one that was being written
+    (folder / ".state.safetensors.123.tmp").write_bytes(b"half of it")
+    (folder / "mine.tmp").touch()
+    assert resume(folder).code == 0
+    assert_same_run(folder, whole)
+    assert sorted(folder.glob("*.tmp")) == [folder / "mine.tmp"]
+
+
+def test_killed_at_any_moment_of_writing(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before and after each time that a file takes its place."""
+    replaced = os.replace
+    state = {"left": 0, "before": True}
+
+    def kill(*names: Any) -> None:
+        state["left"] -= 1
+        if state["left"] == 0 and state["before"]:
+            raise Killed
+        replaced(*names)
+        if state["left"] == 0:
+            raise Killed
+
+    monkeypatch.setattr(os, "replace", kill)
+    moments = 0
+    for count in range(1, 100):
+        for before in (True, False):
+            folder = tmp_path / f"killed-{count}-{before}"
+            state.update(left=10**9)
+            run = begin(folder)
+            state.update(left=count, before=before)
+            try:
+                go(run, make_task())
+            except Killed:
+                moments += 1
+            else:
+                assert moments >= 12
+                return
+            finally:
+                run.end_metrics()
+            state.update(left=10**9)
+            if not (folder / "state.safetensors").exists():
+                assert count <= 2  # before the first checkpoint, which is of step 0
+                with pytest.raises(ValueError, match="a checkpoint, got no file"):
+                    resume(folder)
+            elif read_checkpoint(folder / "state.safetensors")[0]["done"] < 9:
+                resume(folder)
+                assert_same_run(folder, whole)
+    raise AssertionError("it never ended")
+
+
+def test_goes_on_for_longer(whole: Path):
+    with pytest.raises(ValueError, match=re.escape("--steps: expected more than the 9 that are done, got 9.")):
+        resume(whole)
+    outcome = resume(whole, replace(OPTIONS, steps=12))
+    assert (outcome.code, outcome.done) == (0, 12)
+    seconds = [line["seconds"] for line in Run(whole, {}).metrics()]
+    assert len(seconds) == 12
+    assert seconds == sorted(seconds)  # the time goes on too
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path, undrawn: None):  # noqa: ARG001
+    folder, task, told = tmp_path / "run", make_task(), io.StringIO()
+
+    def break_it(step: int) -> None:
+        if step == 5:
+            torch.nn.init.constant_(task.model.norm.weight, float("inf"))
+
+    task.at_step = break_it
+    outcome = fit(task, OPTIONS, begin(folder), processes=Processes(), console=Console(file=told))
+    assert (outcome.code, outcome.done) == (1, 4)
+    assert "Stopped: the loss of step 6 is nan. A smaller --learning-rate" in told.getvalue()
+    assert "Step 4 is saved." in told.getvalue()
+    assert what_counts(folder)[1]["done"] == 4
+
+
+# Files that are whole or not there ------------------------------------------------------------------------------------
+
+
+def test_what_fails_leaves_what_was_there(tmp_path: Path):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": "é"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "é"}
+
+    def fail(beside: Path) -> None:
+        beside.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, fail)
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "é"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_it_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    synced, replaced = os.fsync, os.replace
+    monkeypatch.setattr(checkpoints.os, "fsync", lambda file: (told.append("fsync"), synced(file)))
+    monkeypatch.setattr(checkpoints.os, "replace", lambda *names: (told.append("replace"), replaced(*names)))
+    write_json(tmp_path / "x.json", 1)
+    assert told[:2] == ["fsync", "replace"]
+    told.clear()
+    write_checkpoint(tmp_path / "x.safetensors", {"a": torch.ones(2)}, {})
+    assert told[:2] == ["fsync", "replace"]
+
+
+def test_checkpoints_are_read_as_written(tmp_path: Path):
+    path = tmp_path / "state.safetensors"
+    tensors = {"a": torch.randn(2, 3), "done": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}
+    write_checkpoint(path, tensors, {"seconds": 1.5})
+    found, facts = read_checkpoint(path)
+    assert facts == {"seconds": 1.5}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors)
+
+
+def test_refuses_what_is_no_checkpoint(tmp_path: Path, whole: Path):
+    data = (whole / "state.safetensors").read_bytes()
+    path = tmp_path / "state.safetensors"
+    for length in (0, 4, 9, 200, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match=re.escape(f"{path}: expected a")) as error:
+            read_checkpoint(path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=re.escape("got another safetensors file. It holds no state of a training.")):
+        read_checkpoint(whole / "model.safetensors")
+    with pytest.raises(ValueError, match="expected a checkpoint, got no file"):
+        read_checkpoint(tmp_path / "absent")
+
+
+def test_refuses_the_checkpoint_of_another_model(whole: Path):
+    found = Checkpoint.read(Run.open(whole, "gpt", "--out"), 100)
+    with pytest.raises(ValueError, match="expected a checkpoint of this run's model, got another"):
+        found.check(GPT(11, 16, 1, 2))
+    write_checkpoint(whole / "state.safetensors", {"a": torch.ones(1)}, {"seconds": 1.0})
+    with pytest.raises(ValueError, match="a checkpoint that says how many steps it took"):
+        Checkpoint.read(Run.open(whole, "gpt", "--out"), 100)
+
+
+# Where a run may begin ------------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_begins_in_a_new_or_empty_folder(tmp_path: Path):
+    check_new(tmp_path / "a" / "b", overwrite=False)
+    check_new(tmp_path, overwrite=False)
+    check_new(tmp_path, overwrite=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_not_overwritten_unless_asked(whole: Path):
+    (whole / "notes.txt").write_text("mine")
+    before = contents(whole)
+    with pytest.raises(ValueError, match="Add --resume to continue it, --overwrite to begin"):
+        check_new(whole, overwrite=False)
+    check_new(whole, overwrite=True)
+    assert contents(whole) == before
+    begin(whole)
+    assert sorted(path.name for path in whole.iterdir()) == ["config.json", "notes.txt", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_no_run_is_never_overwritten(tmp_path: Path, overwrite: bool):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.txt").write_text("mine")
+    before = contents(tmp_path)
+    for name, told in [
+        ("file", "a file. It would be lost."),
+        ("file/below", "is a file"),
+        ("folder", "It holds something else than a run."),
+    ]:
+        with pytest.raises(ValueError, match=r"^--out: expected a ") as error:
+            check_new(tmp_path / name, overwrite=overwrite)
+        assert told in str(error.value)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("told", ["{", "[]", '{"format": "of another program"}'])
+def test_anothers_config_is_not_overwritten(tmp_path: Path, told: str):
+    (tmp_path / "config.json").write_text(told)
+    with pytest.raises(ValueError, match=r"^--out: expected the folder of a run"):
+        check_new(tmp_path, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("absent", "which does not exist."),
+        ("whole/metrics.jsonl", "a file. Name the folder it is in."),
+        (".", "which has no config.json."),
+    ],
+)
+def test_refuses_what_is_no_run(tmp_path: Path, whole: Path, name: str, told: str):
+    assert whole.parent == tmp_path
+    with pytest.raises(ValueError, match=r"^RUN: expected the folder of a run, got ") as error:
+        Run.open(tmp_path / name, "gpt", "RUN")
+    assert told in str(error.value)
+
+
+def test_refuses_a_run_of_another_kind(whole: Path):
+    with pytest.raises(ValueError, match=r"^RUN: expected a run of kind 'translator', got '.*whole', of kind 'gpt'"):
+        Run.open(whole, "translator", "RUN")
+
+
+# Around the loop, for any task ----------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, Any] = {**vars(OPTIONS), "width": 8, "text": []}
+
+
+def test_any_task_is_begun_stopped_and_continued(tmp_path: Path, whole: Path):
+    """As a command for another task calls it."""
+    folder = tmp_path / "run"
+
+    def call(task: Watched, **how: Any) -> tuple[int, str]:
+        usual: dict[str, Any] = {"given": [], "resume": False, "overwrite": False, "out": folder}
+        begun = start("gpt", SETTINGS, **(usual | how))
+        told = io.StringIO()
+        code = carry_out(
+            begun,
+            task,
+            Console(file=told),
+            config={"model": task.model.config, "data": "x"},
+            files={"tokenizer.json": "{}"},
+            about=["a task"],
+            command="multihead do",
+            then="Then: use RUN",
+        )
+        return code, told.getvalue()
+
+    task = make_task()
+    task.at_step = lambda step: signal.raise_signal(signal.SIGINT) if step == 5 else None
+    code, told = call(task)
+    assert code == 130
+    assert told.startswith(f"a task\nInto {folder}. Ctrl-C saves and ends it early.\n")
+    assert told.endswith(
+        f"\nStopped. 6 of 9 steps are saved in {folder}.\nTo go on: multihead do --out {folder} --resume\n"
+    )
+    with pytest.raises(ValueError, match="--data: expected what the run began with"):
+        start("gpt", SETTINGS, given=[], out=folder, resume=True, overwrite=False).check_same("--data", "data", "y")
+    code, told = call(make_task(seed=1), resume=True)
+    assert code == 0
+    assert "6 of 9 steps are done.\n" in told
+    assert "validation bits per byte" in told
+    assert told.endswith(f"\nThen: use {folder}\n")
+    assert_same_run(folder, whole)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["settings"] == SETTINGS
+    assert config["data"] == "x"
+
+
+def test_a_continued_run_keeps_its_settings(whole: Path):
+    run = Run(whole, {"settings": SETTINGS})
+    asked = {**SETTINGS, "width": 16, "steps": 20, "threads": 2}
+    assert run.continued(asked, []) == SETTINGS
+    assert run.continued(asked, ["steps", "threads"]) == {**SETTINGS, "steps": 20, "threads": 2}
+    told = "--width: expected 8, as the run began, got 16."
+    with pytest.raises(ValueError, match=re.escape(told)):
+        run.continued(asked, ["width", "steps"])
+    with pytest.raises(ValueError, match="--out: expected a run of this version of multihead"):
+        run.continued({**asked, "new": 1}, [])
+
+
+def test_resume_and_overwrite_do_not_go_together():
+    with pytest.raises(ValueError, match=re.escape("--resume, --overwrite: expected one of the two, got both.")):
+        start("gpt", SETTINGS, given=[], out=Path("x"), resume=True, overwrite=True)
+    with pytest.raises(ValueError, match=re.escape("--resume: expected a run's folder in --out, got none.")):
+        start("gpt", SETTINGS, given=[], out=None, resume=True, overwrite=False)
