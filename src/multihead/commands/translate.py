@@ -1,0 +1,246 @@
+"""`multihead train-translator` and `multihead translate`: a transformer learns to translate, and translates."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from multihead.commands.refusing import refuse
+from multihead.commands.train import Dtype, Parallel, default_device, given_options
+from multihead.training import translating, translation_run
+from multihead.training.parallel import UnequalProcesses
+from multihead.training.progress import INTERRUPTED
+
+_WHOLE, _PAIRS, _MODEL, _STEPS, _MACHINE = "Run", "Pairs", "Model", "Training", "Machine"
+
+_TRAIN_HELP = "\n\n".join(
+    (
+        "Train the transformer of [italic]Attention Is All You Need[/], made of multihead.Attention, to translate. "
+        "[bold]multihead translate[/] then lets it.",
+        "By default it learns to translate English dates, and the names of countries, languages and currencies, to "
+        "Chinese, in a few minutes on a CPU. Nothing is downloaded: babel knows how each language writes them. "
+        "[bold]--pairs[/] has it learn sentences of yours: a UTF-8 file whose lines are a source, a tab and a target.",
+        "[bold]Loss[/] is in nats per token: 0 is perfect. [bold]Training loss[/] is of smoothed labels, so it stays "
+        "above 0; compare runs by the [bold]validation loss[/], on pairs that are kept back. [bold]Exact match[/] is "
+        "the share of them that is translated without any difference, by greedy search. In the end other pairs, kept "
+        "back too, are translated by beam search and compared with what was wanted; those of a file also by "
+        "[bold]BLEU[/] and [bold]chrF[/], from 0 to 100. A twentieth of a file's sources, 1,000 at most, is kept back "
+        "for each of the two.",
+        "[bold]The folder[/] is as that of multihead train, and so are Ctrl-C, --resume and the exit codes.",
+    )
+)
+_TRAIN_EXAMPLES = "\n\n".join(
+    (
+        "Examples:",
+        "[bold]multihead train-translator[/] learns to translate dates and names to Chinese.",
+        "[bold]multihead train-translator --to de --out runs/german[/] to German.",
+        "[bold]multihead train-translator --pairs en-fr.tsv --steps 5000 --width 256 --heads 8[/] learns yours.",
+        "[bold]multihead train-translator --out runs/german --resume[/] goes on where it was stopped.",
+    )
+)
+
+
+class Position(str, Enum):
+    """How a translator knows where a token stands."""
+
+    sinusoidal = "sinusoidal"
+    rotary = "rotary"
+
+
+def _train(
+    context: typer.Context,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            help="A UTF-8 file: source, tab, target. By default dates and names are made.", rich_help_panel=_PAIRS
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="The language of the dates and names, as CLDR calls it: de, pt_BR ... By default zh.",
+            rich_help_panel=_PAIRS,
+        ),
+    ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            help="Of --pairs: how many different tokens at most, from 256 on. By default 4000.", rich_help_panel=_PAIRS
+        ),
+    ] = None,
+    chars: Annotated[
+        bool,
+        typer.Option(
+            "--chars", help="A token is a character, as in dates, not a piece of a word.", rich_help_panel=_PAIRS
+        ),
+    ] = False,
+    longest: Annotated[
+        int, typer.Option(help="Pairs with more tokens on a side are left out.", rich_help_panel=_PAIRS)
+    ] = 256,
+    layers: Annotated[
+        int, typer.Option(help="How many blocks the encoder and the decoder each have.", rich_help_panel=_MODEL)
+    ] = 2,
+    width: Annotated[
+        int,
+        typer.Option(help="How many numbers stand for a token; a multiple of 2 * heads.", rich_help_panel=_MODEL),
+    ] = 128,
+    heads: Annotated[int, typer.Option(help="How many heads each attention has.", rich_help_panel=_MODEL)] = 4,
+    position: Annotated[
+        Position, typer.Option(help="How it knows where a token stands.", rich_help_panel=_MODEL)
+    ] = Position.sinusoidal,
+    post_norm: Annotated[
+        bool, typer.Option("--post-norm", help="Norms after each sum, as in the paper.", rich_help_panel=_MODEL)
+    ] = False,
+    dropout: Annotated[
+        float | None,
+        typer.Option(
+            help="The share that is dropped while training. By default 0, with --pairs 0.1.", rich_help_panel=_MODEL
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="How many steps to train, in all.", rich_help_panel=_STEPS)] = 1500,
+    batch: Annotated[int, typer.Option(help="Pairs a step, over all processes.", rich_help_panel=_STEPS)] = 64,
+    smoothing: Annotated[
+        float, typer.Option(help="The share of each label that is spread over all tokens.", rich_help_panel=_STEPS)
+    ] = 0.1,
+    accumulate: Annotated[
+        int, typer.Option(help="In how many parts a step is done, one by one: less memory.", rich_help_panel=_STEPS)
+    ] = 1,
+    learning_rate: Annotated[
+        float, typer.Option(help="The highest: it rises to it, then falls as a cosine.", rich_help_panel=_STEPS)
+    ] = 2e-3,
+    warm_up: Annotated[
+        int | None, typer.Option(help="Steps until it is there. By default a twentieth.", rich_help_panel=_STEPS)
+    ] = None,
+    weight_decay: Annotated[
+        float, typer.Option(help="AdamW's, of matrices and tables alone.", rich_help_panel=_STEPS)
+    ] = 0.01,
+    clip: Annotated[
+        float, typer.Option(help="The longest a gradient may be; 0 for no bound.", rich_help_panel=_STEPS)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the first weights, the pairs and dropout.", rich_help_panel=_STEPS)] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder to make. By default runs/translator- and the time.", rich_help_panel=_WHOLE),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=_WHOLE)
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew in place of the run in --out.", rich_help_panel=_WHOLE)
+    ] = False,
+    validate_every: Annotated[
+        int, typer.Option(help="Steps from one validation to the next.", rich_help_panel=_WHOLE)
+    ] = 100,
+    save_every: Annotated[
+        int, typer.Option(help="Steps from one checkpoint to the next.", rich_help_panel=_WHOLE)
+    ] = 100,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda ... By default cuda where there is one.", rich_help_panel=_MACHINE),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="What products are computed in. float16: CUDA only.", rich_help_panel=_MACHINE)
+    ] = Dtype.float32,
+    threads: Annotated[
+        int | None, typer.Option(help="How many cores to use. By default as torch chooses.", rich_help_panel=_MACHINE)
+    ] = None,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Compile the model first: takes a while.", rich_help_panel=_MACHINE)
+    ] = False,
+    parallel: Annotated[
+        Parallel | None,
+        typer.Option(help="Under torchrun: whole models (the default) or shards.", rich_help_panel=_MACHINE),
+    ] = None,
+) -> None:
+    settings: dict[str, Any] = {
+        "pairs": pairs, "to": to, "vocabulary": vocabulary, "chars": chars, "longest": longest, "layers": layers,
+        "width": width, "heads": heads, "position": position.value, "post_norm": post_norm, "dropout": dropout,
+        "steps": steps, "batch": batch, "smoothing": smoothing, "accumulate": accumulate,
+        "learning_rate": learning_rate, "warm_up": warm_up, "weight_decay": weight_decay, "clip": clip, "seed": seed,
+        "validate_every": validate_every, "save_every": save_every, "device": device or default_device(),
+        "dtype": dtype.value, "threads": threads, "compile": compile_,
+        "parallel": None if parallel is None else parallel.value,
+    }  # fmt: skip
+    try:
+        plan = translation_run.prepare(
+            settings, given=given_options(context), out=out, resume=resume, overwrite=overwrite
+        )
+    except (TypeError, ValueError, ImportError) as error:
+        refuse(str(error))
+    try:
+        code = translation_run.carry_out(plan, Console())
+    except OSError as error:
+        refuse(f"{plan.start.folder}: can't be written to ({error.strerror or error}). What was saved last stands.")
+    except UnequalProcesses as error:
+        refuse(str(error))
+    except KeyboardInterrupt:  # while the trained model is judged: it is saved
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+_TRANSLATE_HELP = "\n\n".join(
+    (
+        "Translate sentences by the model of a run of [bold]multihead train-translator[/], a line for each.",
+        "[bold]--beams[/]: so many translations of a sentence are followed at once, the likeliest so far; 1 is greedy "
+        "search, more are slower and find likelier ones. [bold]--length-penalty[/]: sums of log probabilities favour "
+        "short translations; the larger it is, the less (Wu et al. 2016).",
+        "[bold]--attention[/] draws which tokens of the sentence (columns) each token of the translation (rows) was "
+        "predicted from: the mean over all heads of all blocks. _ is a space.",
+        "Exit code 2: the run, a sentence or an option can't be used.",
+    )
+)
+_TRANSLATE_EXAMPLES = "\n\n".join(
+    (
+        "Examples:",
+        '[bold]multihead translate runs/mine "Thursday, March 5, 1987"[/] prints 1987年3月5日星期四.',
+        '[bold]multihead translate runs/mine "March 5, 1987" --attention dates.png[/] draws the alignment.',
+        "[bold]multihead translate runs/mine < sentences.txt[/] translates each line.",
+    )
+)
+
+
+def _translate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that multihead train-translator made.")],
+    text: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT...", help="Sentences. By default the lines of standard input.")
+    ] = None,
+    beams: Annotated[int, typer.Option(help="How many translations are followed at once.")] = 4,
+    length_penalty: Annotated[float, typer.Option(help="From 0 on; the larger, the longer.")] = 0.6,
+    attention: Annotated[Path | None, typer.Option(help="A PNG file to draw the cross-attention to.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda ... By default cuda where there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(help="How many cores to use. By default as torch chooses.")] = None,
+) -> None:
+    try:
+        texts = text or sys.stdin.read().splitlines()
+        made = translating.prepare_translating(
+            run,
+            texts,
+            beams=beams,
+            length_penalty=length_penalty,
+            picture=attention,
+            device=device or default_device(),
+            threads=threads,
+        )
+    except (TypeError, ValueError, ImportError) as error:  # of them UnicodeDecodeError, of standard input
+        refuse(str(error))
+    translations = made.translations()
+    for translation in translations:
+        typer.echo(made.text(translation))
+    if attention is not None:
+        try:
+            note = made.draw(translations[0])
+        except OSError as error:
+            refuse(f"--attention: {attention} can't be written to ({error.strerror or error}).")
+        if note:
+            typer.echo(f"multihead: {note}.", err=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command("train-translator", help=_TRAIN_HELP, epilog=_TRAIN_EXAMPLES)(_train)
+    app.command("translate", help=_TRANSLATE_HELP, epilog=_TRANSLATE_EXAMPLES)(_translate)
