@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import multihead as mh
-from multihead.cache import Step
+from multihead.cache_ledger import Step
 from multihead.models.gpt import GPT
 from pairs import Run, measure
 

@@ -15,42 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multihead.cache_ledger import Ledger, check_counts, check_keep, check_places, check_rows
+from multihead.cache_ledger import Ledger, Step, check_counts, check_keep, check_places, check_rows
 from multihead.cache_pages import PagePool, Pages
 from multihead.cache_storage import Format, Place, Rows, Storage, check_tokens
 from multihead.errors import bad_type, bad_value, check_size, describe
-from multihead.masks import Mask, window
+from multihead.masks import window
 
 _KINDS = ("growing", "fixed", "ring", "paged")
 _SPARE = 64  # tokens that a ring keeps beyond its window, so that so many can be cropped again
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a call with a cache attends to: worked out, and checked, before anything is computed or written.
-
-    Attributes:
-        S: how many slots.
-        mask: which of them a row has, and in a ring, how far back it sees; None where all is visible.
-        places: where the call's tokens stand, (L,) or (*batch, L).
-        q_positions, k_positions: of the queries (L,) or (*batch, L), and of the slots (S,) or (*batch, S); both None
-            where the queries are the last L of S tokens at 0 .. S - 1.
-    """
-
-    S: int
-    mask: Mask | None
-    places: Tensor
-    q_positions: Tensor | None
-    k_positions: Tensor | None
-    _place: Place | None = None  # where the tokens go; None if the cache is frozen
-    _after: Ledger | None = None  # what the cache knows of its tokens then
-    _moves: bool = False  # whether a ring lets old tokens go first
 
 
 class KVCache:
@@ -190,7 +167,7 @@ class KVCache:
         """
         check_tokens(k, v)
         step = self.prepare(tuple(k.shape[:-3]), k.shape[-2], k.device, positions=positions, keep=keep)
-        return *self.write(step, k, v), step
+        return *self._add(step, k, v), step
 
     def prepare(
         self,
@@ -220,12 +197,13 @@ class KVCache:
             self._check_capacity(place)
         self._store.check(place)
 
-        if positions is None:
-            places = ledger.next_positions(L, keep, device)
-        else:
-            places = check_places(positions, batch, L, device)
-        is_counted = positions is None and ledger.positions is None
-        after = before.with_new(place, None if is_counted else places, device)
+        given = None if positions is None else check_places(positions, batch, L, device)
+        is_counted = given is None and ledger.positions is None
+
+        def find_places() -> Tensor:
+            return ledger.next_positions(L, keep, device) if given is None else given
+
+        after = before.with_new(place, None if is_counted else find_places(), device)
         S, mask, first = after.stop, after.mask(device), 0
         if self._window is not None:
             if place.is_even:
@@ -236,8 +214,9 @@ class KVCache:
                 reach = window(left=self._window - 1)
                 mask = reach if mask is None else mask & reach
         if is_counted and place.is_even and first == 0 and not any(after.gone):
-            return Step(S, mask, places, None, None, place, after, moves)
-        return Step(S, mask, places, places, after.slot_positions(first, device), place, after, moves)
+            return Step(S, mask, None, None, find_places, place, after, moves)
+        k_at = after.slot_positions(first, device)
+        return Step(S, mask, find_places(), k_at, find_places, place, after, moves)
 
     def write(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the tokens that `step` was prepared for. Arguments and errors: as of `append`.
@@ -246,6 +225,10 @@ class KVCache:
             The keys and values that the new tokens attend to, (*batch, K, S, width).
         """
         check_tokens(k, v)
+        return self._add(step, k, v)
+
+    def _add(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """`write`, of checked tokens."""
         place, after = step._place, step._after
         if place is None or after is None:
             raise bad_type("step", "a step of prepare()", "one of look(), which adds nothing")
@@ -256,7 +239,9 @@ class KVCache:
             raise bad_value("cache", f"tokens like those that it holds, {told[0]}", told[1], "", "Make another cache.")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             self._check_keeps_gradients()
-        new = [part for x in (k, v) for part in self._format.stored(x.reshape(len(place.starts), *x.shape[-3:]))]
+        if k.ndim != 4:
+            k, v = (x.reshape(len(place.starts), *x.shape[-3:]) for x in (k, v))
+        new = [*self._format.stored(k), *self._format.stored(v)]
         if step._moves and self._ledger is not None:
             self._store.keep_last(self._ledger.lengths, self._kept, self._room or 0)
         self._store.write(new, place)
@@ -295,9 +280,9 @@ class KVCache:
         S, mask = ledger.stop, ledger.mask(device)
         k_at = None if ledger.positions is None else ledger.slot_positions(0, device)
         if positions is None:
-            return Step(S, mask, torch.arange(S - L, S, device=device), None, k_at)
+            return Step(S, mask, None, k_at, lambda: torch.arange(S - L, S, device=device))
         places = check_places(positions, batch, L, device)
-        return Step(S, mask, places, places, ledger.slot_positions(0, device))
+        return Step(S, mask, places, ledger.slot_positions(0, device), lambda: places)
 
     # Changing ---------------------------------------------------------------------------------------------------------
 
@@ -417,9 +402,10 @@ class KVCache:
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         parts, count = self._store.read(start, stop), len(self._format.names) // 2
-        k, v = (self._format.restored(half, self._kind[3]) for half in (parts[:count], parts[count:]))
+        k = self._format.restored(parts[:count], self._kind[3])
+        v = self._format.restored(parts[count:], self._kind[3])
         batch = self._held().batch
-        return k.view(*batch, *k.shape[1:]), v.view(*batch, *v.shape[1:])
+        return (k, v) if len(batch) == 1 else (k.view(*batch, *k.shape[1:]), v.view(*batch, *v.shape[1:]))
 
     def _check_capacity(self, place: Place) -> None:
         most = max(place.ends, default=0)

@@ -1,13 +1,14 @@
 """What a `KVCache` knows of its tokens besides their numbers: how many each row has, and where they stand.
 
 Slot s of row b holds its token number gone[b] + s, counted from the first that the row ever got. Where nobody gave
-positions, that number is the token's position, and nothing is kept for it.
+positions, that number is the token's position, and nothing is kept for it. A `Step` is what a call comes to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,14 +55,16 @@ class Ledger:
         """Where L more tokens stand by default, (L,) or (*batch, L): after the last of the row. keep (B, L): only real
         tokens count."""
         last: list[Any] = self.totals
-        if self.positions is not None:
-            rows = zip(self.positions.tolist(), self.lengths, strict=True)
-            last = [row[n - 1] + 1 if n else 0 for row, n in rows]
+        if self.positions is not None and self.stop:
+            ends = torch.tensor(self.lengths, device=self.positions.device)[:, None] - 1
+            found = self.positions.gather(1, ends.clamp(min=0))[:, 0].tolist()
+            last = [end + 1 if n else 0 for end, n in zip(found, self.lengths, strict=True)]
         if keep is not None:
             counted = (keep.long().cumsum(-1) - 1).clamp(min=0)
             return (counted + torch.tensor(last, device=device)[:, None]).view(*self.batch, L)
         if len(set(last)) <= 1:
-            return torch.arange(L, device=device) + max(last, default=0)
+            first = max(last, default=0)
+            return torch.arange(first, first + L, device=device)
         return (torch.tensor(last, device=device)[:, None] + torch.arange(L, device=device)).view(*self.batch, L)
 
     def slot_positions(self, start: int, device: torch.device) -> Tensor:
@@ -83,7 +86,7 @@ class Ledger:
 
     def with_new(self, place: Place, positions: Tensor | None, device: torch.device) -> Ledger:
         """Once the tokens of `place` are there; positions (L,) or (*batch, L), None where they are just counted."""
-        after = replace(self, lengths=place.ends, positions=None)
+        after = Ledger(self.batch, place.ends, self.gone)
         if positions is None:
             return after
         rows, tokens, slots = place.rows_and_slots(device)
@@ -107,6 +110,33 @@ class Ledger:
             positions = positions[torch.tensor(rows, dtype=torch.int64, device=positions.device)]
         lengths, gone = [self.lengths[row] for row in rows], [self.gone[row] for row in rows]
         return Ledger((len(rows),), lengths, gone, positions)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a call with a cache attends to: worked out, and checked, before anything is computed or written.
+
+    Attributes:
+        S: how many slots.
+        mask: which of them a row has, and in a ring, how far back it sees; None where all is visible.
+        places: where the call's tokens stand, (L,) or (*batch, L).
+        q_positions, k_positions: of the queries (L,) or (*batch, L), and of the slots (S,) or (*batch, S); both None
+            where the queries are the last L of S tokens at 0 .. S - 1.
+    """
+
+    S: int
+    mask: Mask | None
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    _find_places: Callable[[], Tensor]
+    _place: Place | None = None  # where the tokens go; None if the cache is frozen
+    _after: Ledger | None = None  # what the cache knows of its tokens then
+    _moves: bool = False  # whether a ring lets old tokens go first
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Made when it is asked for: most calls pass no positions on."""
+        return self._find_places()
 
 
 def check_keep(keep: object, batch: tuple[int, ...], L: int) -> Tensor:

@@ -46,7 +46,7 @@ class Format:
     def restored(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """What the parts stand for; without a copy where they are of that dtype already."""
         if len(parts) == 1:
-            return parts[0].to(dtype)
+            return parts[0] if parts[0].dtype == dtype else parts[0].to(dtype)
         return (parts[0].float() * parts[1]).to(dtype)
 
 
@@ -134,7 +134,7 @@ class Rows:
         self._make_room(new, used, stop, exact=tracked)
         if place.is_even:
             for part, tokens in zip(self.parts, new, strict=True):
-                part[:, :, used:stop] = tokens[:, :, : stop - used]  # none where there is no row
+                part[:, :, used:stop].copy_(tokens if place.starts else tokens[:, :, :0])
             return
         rows, places, slots = place.rows_and_slots(new[0].device)
         if tracked:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from multihead import whole
 from multihead.attention import attention, attention_with_weights
-from multihead.cache import KVCache, Step
+from multihead.cache import KVCache
+from multihead.cache_ledger import Step
 from multihead.cache_pages import PagePool
 from multihead.errors import bad_type, bad_value, check_probability, check_size, describe
 from multihead.layouts import Layout

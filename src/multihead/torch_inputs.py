@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.cache import KVCache, Step
+from multihead.cache import KVCache
+from multihead.cache_ledger import Step
 from multihead.errors import bad_input, bad_type, bad_value, describe
 from multihead.layer import AttentionLayer, Positions
 from multihead.layouts import TOKENS_FIRST, Layout, read_nested
