@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "isa.h"
+#include "pages.h"
 #include "problem.h"
 #include "threads.h"
 
@@ -267,6 +268,7 @@ void weights_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
       average ? std::vector<std::int64_t>{p.B, p.L, p.S} : std::vector<std::int64_t>{p.B, p.H, p.L, p.S},
       aoti_torch_dtype_float32());
   p.weights = weights.write<float>();
+  ask_for_large_pages(p.weights, sizeof(float) * static_cast<std::size_t>(p.B * (p.average ? 1 : p.H) * p.L * p.S));
   const std::int64_t blocks = (p.L + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   run(p.B * blocks, products(p), isa.scratch_bytes(p, false), [&](std::int64_t item, void* memory) {
     const std::int64_t first = item % blocks * ROWS_AT_ONCE;
