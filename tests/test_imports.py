@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models
 #        <- training <- commands <- cli
 TIERS = [
-    {"errors", "textbook"},
+    {"errors", "textbook", "whole_files"},
     {"plane", "mask_kinds", "masks", "positions", "rotary", "layouts", "options"},
     {"cache", "cache_ledger", "cache_pages", "cache_storage"},
     {"reference", "request"},

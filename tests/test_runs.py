@@ -18,15 +18,17 @@ import pytest
 import torch
 from rich.console import Console
 
+from multihead import whole_files
 from multihead.models.gpt import GPT
-from multihead.training import checkpoints, runs
-from multihead.training.checkpoints import read_checkpoint, write_checkpoint, write_json, write_whole
+from multihead.training import runs
+from multihead.training.checkpoints import read_checkpoint, write_checkpoint, write_json
 from multihead.training.language import LanguageModelling
 from multihead.training.options import Options
 from multihead.training.parallel import Processes
 from multihead.training.plan import Checkpoint, carry_out, start
 from multihead.training.runs import Run, check_new, default_folder
 from multihead.training.session import Outcome, fit
+from multihead.whole_files import write_whole
 
 OPTIONS = Options(steps=9, warm_up=2, learning_rate=3e-3, validate_every=3, save_every=4)
 TOKENS = torch.arange(150) * 7 % 11
@@ -291,8 +293,8 @@ def test_what_fails_leaves_what_was_there(tmp_path: Path):
 def test_it_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     synced, replaced = os.fsync, os.replace
-    monkeypatch.setattr(checkpoints.os, "fsync", lambda file: (told.append("fsync"), synced(file)))
-    monkeypatch.setattr(checkpoints.os, "replace", lambda *names: (told.append("replace"), replaced(*names)))
+    monkeypatch.setattr(whole_files.os, "fsync", lambda file: (told.append("fsync"), synced(file)))
+    monkeypatch.setattr(whole_files.os, "replace", lambda *names: (told.append("replace"), replaced(*names)))
     write_json(tmp_path / "x.json", 1)
     assert told[:2] == ["fsync", "replace"]
     told.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import bad_type, bad_value
+from multihead.whole_files import write_whole
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,24 +55,7 @@ def write(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: di
         ImportError: safetensors is not installed.
     """
     save_file = _safetensors().save_file
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "wb") as file:
-            mode = os.fstat(file.fileno()).st_mode & 0o777  # what a new file gets here; safetensors would make it 0600
-        save_file(tensors, beside, metadata=metadata)
-        os.chmod(beside, mode)
-        with open(beside, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    with suppress(OSError):  # the new name, where the system can sync a directory
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    write_whole(Path(path), lambda beside: save_file(tensors, beside, metadata=metadata))
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", kind: type[M] | None = None) -> M:

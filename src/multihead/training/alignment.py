@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from multihead.errors import bad_value
-from multihead.training.checkpoints import write_whole
 from multihead.training.packages import need
+from multihead.whole_files import write_whole
 
 _PNG = b"\x89PNG"
 _DEFAULT = "DejaVu Sans"  # comes with matplotlib

@@ -1,13 +1,8 @@
-"""Files that are whole or not there: each is written beside its place and renamed, so that no kill leaves a part.
-
-A checkpoint is one safetensors file with all that training goes on from: weights, optimizer, the count of steps.
-"""
+"""A checkpoint: one safetensors file with all that training goes on from: weights, optimizer, the count of steps."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +11,9 @@ from torch import Tensor
 from multihead.errors import bad_value
 from multihead.models import saving
 from multihead.training.packages import need
+from multihead.whole_files import write_whole
 
 _FORMAT = "multihead checkpoint"
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file beside its place, then move it there, once it is on the disk.
-
-    Args:
-        path: its place; what is there before stays until the new one is whole.
-        write: is called with the path to write to.
-    """
-    beside = path.with_name(f"{path.name}.tmp")
-    try:
-        write(beside)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # the name in its folder is on the disk only after this; Windows has no such call
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multihead.training.checkpoints import write_whole
 from multihead.training.packages import need
+from multihead.whole_files import write_whole
 
 _MOST_POINTS = 400  # a curve of single steps would be a band of noise
 

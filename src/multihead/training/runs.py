@@ -25,9 +25,10 @@ from torch import Tensor
 
 from multihead import __version__
 from multihead.errors import bad_value
-from multihead.training.checkpoints import read_checkpoint, write_checkpoint, write_json, write_whole
+from multihead.training.checkpoints import read_checkpoint, write_checkpoint, write_json
 from multihead.training.options import option
 from multihead.training.plot import draw_losses
+from multihead.whole_files import write_whole
 
 # What a run that is continued may do in another way. Texts are compared by what is in them.
 MAY_CHANGE = {"text", "steps", "device", "threads", "compile", "parallel", "validate_every", "save_every"}
