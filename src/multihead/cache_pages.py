@@ -30,7 +30,7 @@ class PagePool:
         self.pages = check_size("pages", pages)
         self.page_size = check_size("page_size", page_size)
         self.format = Format(dtype)
-        self.parts: list[Tensor] = []  # (pages, K, page_size, width), made when the sizes are known
+        self.parts: list[Tensor] = []  # (K, pages, page_size, width), made when the sizes are known
         self._free = list(range(pages - 1, -1, -1))
         self._holders = [0] * pages
 
@@ -52,11 +52,11 @@ class PagePool:
         """
         kinds = [(part.shape[1], part.shape[3], part.dtype, part.device) for part in new]
         if not self.parts:
-            shapes = [(self.pages, K, self.page_size, width) for K, width, _, _ in kinds]
+            shapes = [(K, self.pages, self.page_size, width) for K, width, _, _ in kinds]
             self.parts = [part.new_zeros(shape) for part, shape in zip(new, shapes, strict=True)]
         for part, kind in zip(self.parts, kinds, strict=True):
-            if (part.shape[1], part.shape[3], part.dtype, part.device) != kind:
-                expected = f"tokens of K={part.shape[1]} heads of {part.shape[3]} in {part.dtype} on {part.device}"
+            if (part.shape[0], part.shape[3], part.dtype, part.device) != kind:
+                expected = f"tokens of K={part.shape[0]} heads of {part.shape[3]} in {part.dtype} on {part.device}"
                 got = f"K={kind[0]} heads of {kind[1]} in {kind[2]} on {kind[3]}"
                 raise bad_value("pool", expected, got, "All pages of a pool are alike.", "Make another pool for these.")
 
@@ -117,11 +117,10 @@ class Pages:
                 self._own(table, start // size)
             while len(table) < self._pages(stop):
                 table.append(self.pool.take())
-        device = new[0].device
-        rows, places, slots = place.rows_and_slots(device)
-        pages = self._table(device)[rows, slots // size]
+        rows, places, slots = place.rows_and_slots(new[0].device)
+        at = self._table(new[0].device)[rows, slots // size] * size + slots % size  # (N,) of the pool's tokens
         for part, tokens in zip(self.pool.parts, new, strict=True):
-            part.transpose(1, 2)[pages, slots % size] = tokens.transpose(1, 2)[rows, places]
+            part.flatten(1, 2).index_copy_(1, at, tokens.transpose(0, 1)[:, rows, places])
 
     def read(self, start: int, stop: int) -> list[Tensor]:
         """A copy, as pages lie anywhere; slots that a row does not have hold what happens to be there."""
@@ -130,7 +129,8 @@ class Pages:
         pages = self._table(self.pool.parts[0].device)[:, first : self._pages(stop)]
         found = []
         for part in self.pool.parts:
-            tokens = part[pages].transpose(1, 2).flatten(2, 3)  # (B, K, slots, width)
+            tokens = part.index_select(1, pages.flatten())  # (K, B * pages, page_size, width)
+            tokens = tokens.view(part.shape[0], len(pages), pages.shape[1] * size, part.shape[3]).transpose(0, 1)
             found.append(tokens[:, :, start - first * size : stop - first * size])
         return found
 
@@ -187,5 +187,5 @@ class Pages:
         if self.pool.others(page):
             table[at] = self.pool.take()
             for part in self.pool.parts:
-                part[table[at]] = part[page]
+                part[:, table[at]] = part[:, page]
             self.pool.give_back(page)
