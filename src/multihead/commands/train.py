@@ -9,16 +9,39 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
+from multihead.commands.options import (
+    MODEL,
+    STEPS,
+    WHOLE,
+    Accumulate,
+    Clip,
+    Compile,
+    Device,
+    Dtype,
+    DtypeOption,
+    Heads,
+    LearningRate,
+    Overwrite,
+    ParallelOption,
+    Resume,
+    SaveEvery,
+    Steps,
+    Threads,
+    ValidateEvery,
+    WarmUp,
+    WeightDecay,
+    Width,
+    default_device,
+    finish,
+    given_options,
+)
 from multihead.commands.refusing import refuse
 from multihead.training import text_run, writing
-from multihead.training.parallel import UnequalProcesses, leave
-from multihead.training.session import CannotCompile
 
-_WHOLE, _TEXT, _MODEL, _STEPS, _MACHINE = "Run", "Text", "Model", "Training", "Machine"
+_TEXT = "Text"
 
 _TRAIN_HELP = "\n\n".join(
     (
@@ -65,33 +88,6 @@ class Mlp(str, Enum):
     swiglu = "swiglu"
 
 
-class Dtype(str, Enum):
-    """What products may be computed in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Parallel(str, Enum):
-    """How processes share a model's training."""
-
-    ddp = "ddp"
-    fsdp = "fsdp"
-
-
-def default_device() -> str:
-    """CUDA where there is some, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def given_options(context: typer.Context) -> set[str]:
-    """The names of the options that were written, and not left to their defaults."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    # By name: the enumeration is click's, or typer's own copy.
-    return {name.removesuffix("_") for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-
-
 def _train(
     context: typer.Context,
     text: Annotated[
@@ -112,82 +108,48 @@ def _train(
     valid_share: Annotated[
         float, typer.Option(help="How much of the text, its end, is kept back.", rich_help_panel=_TEXT)
     ] = 0.1,
-    layers: Annotated[int, typer.Option(help="How many blocks of attention and MLP.", rich_help_panel=_MODEL)] = 4,
-    width: Annotated[
-        int,
-        typer.Option(help="How many numbers stand for a token; a multiple of 2 * heads.", rich_help_panel=_MODEL),
-    ] = 128,
-    heads: Annotated[int, typer.Option(help="How many heads each attention has.", rich_help_panel=_MODEL)] = 4,
+    layers: Annotated[int, typer.Option(help="How many blocks of attention and MLP.", rich_help_panel=MODEL)] = 4,
+    width: Width = 128,
+    heads: Heads = 4,
     kv_heads: Annotated[
         int | None,
-        typer.Option(help="Key/value heads, a divisor of heads. By default as many.", rich_help_panel=_MODEL),
+        typer.Option(help="Key/value heads, a divisor of heads. By default as many.", rich_help_panel=MODEL),
     ] = None,
-    mlp: Annotated[Mlp, typer.Option(help="The MLP's activation.", rich_help_panel=_MODEL)] = Mlp.gelu,
+    mlp: Annotated[Mlp, typer.Option(help="The MLP's activation.", rich_help_panel=MODEL)] = Mlp.gelu,
     position: Annotated[
-        Position, typer.Option(help="How it knows where a token stands.", rich_help_panel=_MODEL)
+        Position, typer.Option(help="How it knows where a token stands.", rich_help_panel=MODEL)
     ] = Position.rotary,
     dropout: Annotated[
-        float, typer.Option(help="The share that is dropped while training.", rich_help_panel=_MODEL)
+        float, typer.Option(help="The share that is dropped while training.", rich_help_panel=MODEL)
     ] = 0.1,
     context_: Annotated[
-        int, typer.Option("--context", help="How many tokens the model sees at once.", rich_help_panel=_MODEL)
+        int, typer.Option("--context", help="How many tokens the model sees at once.", rich_help_panel=MODEL)
     ] = 256,
-    steps: Annotated[int, typer.Option(help="How many steps to train, in all.", rich_help_panel=_STEPS)] = 400,
+    steps: Steps = 400,
     batch: Annotated[
-        int, typer.Option(help="Pieces of --context tokens a step, over all processes.", rich_help_panel=_STEPS)
+        int, typer.Option(help="Pieces of --context tokens a step, over all processes.", rich_help_panel=STEPS)
     ] = 16,
-    accumulate: Annotated[
-        int, typer.Option(help="In how many parts a step is done, one by one: less memory.", rich_help_panel=_STEPS)
-    ] = 1,
-    learning_rate: Annotated[
-        float, typer.Option(help="The highest: it rises to it, then falls as a cosine.", rich_help_panel=_STEPS)
-    ] = 2e-3,
-    warm_up: Annotated[
-        int | None, typer.Option(help="Steps until it is there. By default a twentieth.", rich_help_panel=_STEPS)
-    ] = None,
-    weight_decay: Annotated[
-        float, typer.Option(help="AdamW's, of matrices and tables alone.", rich_help_panel=_STEPS)
-    ] = 0.1,
-    clip: Annotated[
-        float, typer.Option(help="The longest a gradient may be; 0 for no bound.", rich_help_panel=_STEPS)
-    ] = 1.0,
+    accumulate: Accumulate = 1,
+    learning_rate: LearningRate = 2e-3,
+    warm_up: WarmUp = None,
+    weight_decay: WeightDecay = 0.1,
+    clip: Clip = 1.0,
     seed: Annotated[
-        int, typer.Option(help="Of the first weights, the data's order and dropout.", rich_help_panel=_STEPS)
+        int, typer.Option(help="Of the first weights, the data's order and dropout.", rich_help_panel=STEPS)
     ] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder to make. By default runs/gpt- and the time.", rich_help_panel=_WHOLE),
+        typer.Option(help="The folder to make. By default runs/gpt- and the time.", rich_help_panel=WHOLE),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=_WHOLE)
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew in place of the run in --out.", rich_help_panel=_WHOLE)
-    ] = False,
-    validate_every: Annotated[
-        int, typer.Option(help="Steps from one validation to the next.", rich_help_panel=_WHOLE)
-    ] = 100,
-    save_every: Annotated[
-        int, typer.Option(help="Steps from one checkpoint to the next.", rich_help_panel=_WHOLE)
-    ] = 100,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda ... By default cuda where there is one.", rich_help_panel=_MACHINE),
-    ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="What products are computed in. float16: CUDA only.", rich_help_panel=_MACHINE)
-    ] = Dtype.float32,
-    threads: Annotated[
-        int | None, typer.Option(help="How many cores to use. By default as torch chooses.", rich_help_panel=_MACHINE)
-    ] = None,
-    compile_: Annotated[
-        bool,
-        typer.Option("--compile/--no-compile", help="Compile the model first.", rich_help_panel=_MACHINE),
-    ] = False,
-    parallel: Annotated[
-        Parallel | None,
-        typer.Option(help="Under torchrun: whole models (the default) or shards.", rich_help_panel=_MACHINE),
-    ] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    validate_every: ValidateEvery = 100,
+    save_every: SaveEvery = 100,
+    device: Device = None,
+    dtype: DtypeOption = Dtype.float32,
+    threads: Threads = None,
+    compile_: Compile = False,
+    parallel: ParallelOption = None,
 ) -> None:
     settings: dict[str, Any] = {
         "text": text or [], "vocabulary": vocabulary, "chars": chars, "valid_share": valid_share, "layers": layers,
@@ -202,15 +164,7 @@ def _train(
         plan = text_run.prepare(settings, given=given_options(context), out=out, resume=resume, overwrite=overwrite)
     except (TypeError, ValueError, ImportError) as error:
         refuse(str(error))
-    try:
-        code = text_run.carry_out(plan, Console())
-    except OSError as error:
-        refuse(f"{plan.start.folder}: can't be written to ({error.strerror or error}). What was saved last stands.")
-    except CannotCompile as error:
-        refuse(f"--compile: expected a model that can be compiled here, got: {error}. Add --resume --no-compile.")
-    except UnequalProcesses as error:
-        refuse(str(error))
-    raise typer.Exit(leave(plan.start.processes, code))
+    finish(plan.start, lambda: text_run.carry_out(plan, Console()))
 
 
 _GENERATE_HELP = "\n\n".join(

@@ -10,13 +10,36 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from multihead.commands.options import (
+    MODEL,
+    STEPS,
+    WHOLE,
+    Accumulate,
+    Clip,
+    Compile,
+    Device,
+    Dtype,
+    DtypeOption,
+    Heads,
+    LearningRate,
+    Overwrite,
+    ParallelOption,
+    Resume,
+    SaveEvery,
+    Steps,
+    Threads,
+    ValidateEvery,
+    WarmUp,
+    WeightDecay,
+    Width,
+    default_device,
+    finish,
+    given_options,
+)
 from multihead.commands.refusing import refuse
-from multihead.commands.train import Dtype, Parallel, default_device, given_options
 from multihead.training import translating, translation_run
-from multihead.training.parallel import UnequalProcesses
-from multihead.training.progress import INTERRUPTED
 
-_WHOLE, _PAIRS, _MODEL, _STEPS, _MACHINE = "Run", "Pairs", "Model", "Training", "Machine"
+_PAIRS = "Pairs"
 
 _TRAIN_HELP = "\n\n".join(
     (
@@ -83,79 +106,46 @@ def _train(
         int, typer.Option(help="Pairs with more tokens on a side are left out.", rich_help_panel=_PAIRS)
     ] = 256,
     layers: Annotated[
-        int, typer.Option(help="How many blocks the encoder and the decoder each have.", rich_help_panel=_MODEL)
+        int, typer.Option(help="How many blocks the encoder and the decoder each have.", rich_help_panel=MODEL)
     ] = 2,
-    width: Annotated[
-        int,
-        typer.Option(help="How many numbers stand for a token; a multiple of 2 * heads.", rich_help_panel=_MODEL),
-    ] = 128,
-    heads: Annotated[int, typer.Option(help="How many heads each attention has.", rich_help_panel=_MODEL)] = 4,
+    width: Width = 128,
+    heads: Heads = 4,
     position: Annotated[
-        Position, typer.Option(help="How it knows where a token stands.", rich_help_panel=_MODEL)
+        Position, typer.Option(help="How it knows where a token stands.", rich_help_panel=MODEL)
     ] = Position.sinusoidal,
     post_norm: Annotated[
-        bool, typer.Option("--post-norm", help="Norms after each sum, as in the paper.", rich_help_panel=_MODEL)
+        bool, typer.Option("--post-norm", help="Norms after each sum, as in the paper.", rich_help_panel=MODEL)
     ] = False,
     dropout: Annotated[
         float | None,
         typer.Option(
-            help="The share that is dropped while training. By default 0, with --pairs 0.1.", rich_help_panel=_MODEL
+            help="The share that is dropped while training. By default 0, with --pairs 0.1.", rich_help_panel=MODEL
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="How many steps to train, in all.", rich_help_panel=_STEPS)] = 1500,
-    batch: Annotated[int, typer.Option(help="Pairs a step, over all processes.", rich_help_panel=_STEPS)] = 64,
+    steps: Steps = 1500,
+    batch: Annotated[int, typer.Option(help="Pairs a step, over all processes.", rich_help_panel=STEPS)] = 64,
     smoothing: Annotated[
-        float, typer.Option(help="The share of each label that is spread over all tokens.", rich_help_panel=_STEPS)
+        float, typer.Option(help="The share of each label that is spread over all tokens.", rich_help_panel=STEPS)
     ] = 0.1,
-    accumulate: Annotated[
-        int, typer.Option(help="In how many parts a step is done, one by one: less memory.", rich_help_panel=_STEPS)
-    ] = 1,
-    learning_rate: Annotated[
-        float, typer.Option(help="The highest: it rises to it, then falls as a cosine.", rich_help_panel=_STEPS)
-    ] = 2e-3,
-    warm_up: Annotated[
-        int | None, typer.Option(help="Steps until it is there. By default a twentieth.", rich_help_panel=_STEPS)
-    ] = None,
-    weight_decay: Annotated[
-        float, typer.Option(help="AdamW's, of matrices and tables alone.", rich_help_panel=_STEPS)
-    ] = 0.01,
-    clip: Annotated[
-        float, typer.Option(help="The longest a gradient may be; 0 for no bound.", rich_help_panel=_STEPS)
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the first weights, the pairs and dropout.", rich_help_panel=_STEPS)] = 0,
+    accumulate: Accumulate = 1,
+    learning_rate: LearningRate = 2e-3,
+    warm_up: WarmUp = None,
+    weight_decay: WeightDecay = 0.01,
+    clip: Clip = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the first weights, the pairs and dropout.", rich_help_panel=STEPS)] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder to make. By default runs/translator- and the time.", rich_help_panel=_WHOLE),
+        typer.Option(help="The folder to make. By default runs/translator- and the time.", rich_help_panel=WHOLE),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=_WHOLE)
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew in place of the run in --out.", rich_help_panel=_WHOLE)
-    ] = False,
-    validate_every: Annotated[
-        int, typer.Option(help="Steps from one validation to the next.", rich_help_panel=_WHOLE)
-    ] = 100,
-    save_every: Annotated[
-        int, typer.Option(help="Steps from one checkpoint to the next.", rich_help_panel=_WHOLE)
-    ] = 100,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda ... By default cuda where there is one.", rich_help_panel=_MACHINE),
-    ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="What products are computed in. float16: CUDA only.", rich_help_panel=_MACHINE)
-    ] = Dtype.float32,
-    threads: Annotated[
-        int | None, typer.Option(help="How many cores to use. By default as torch chooses.", rich_help_panel=_MACHINE)
-    ] = None,
-    compile_: Annotated[
-        bool, typer.Option("--compile", help="Compile the model first: takes a while.", rich_help_panel=_MACHINE)
-    ] = False,
-    parallel: Annotated[
-        Parallel | None,
-        typer.Option(help="Under torchrun: whole models (the default) or shards.", rich_help_panel=_MACHINE),
-    ] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    validate_every: ValidateEvery = 100,
+    save_every: SaveEvery = 100,
+    device: Device = None,
+    dtype: DtypeOption = Dtype.float32,
+    threads: Threads = None,
+    compile_: Compile = False,
+    parallel: ParallelOption = None,
 ) -> None:
     settings: dict[str, Any] = {
         "pairs": pairs, "to": to, "vocabulary": vocabulary, "chars": chars, "longest": longest, "layers": layers,
@@ -172,15 +162,7 @@ def _train(
         )
     except (TypeError, ValueError, ImportError) as error:
         refuse(str(error))
-    try:
-        code = translation_run.carry_out(plan, Console())
-    except OSError as error:
-        refuse(f"{plan.start.folder}: can't be written to ({error.strerror or error}). What was saved last stands.")
-    except UnequalProcesses as error:
-        refuse(str(error))
-    except KeyboardInterrupt:  # while the trained model is judged: it is saved
-        code = INTERRUPTED
-    raise typer.Exit(code)
+    finish(plan.start, lambda: translation_run.carry_out(plan, Console()))
 
 
 _TRANSLATE_HELP = "\n\n".join(
