@@ -22,6 +22,7 @@ from torch import Tensor
 
 from multihead.cache_ledger import Ledger, Step, check_counts, check_keep, check_places, check_rows
 from multihead.cache_pages import PagePool, Pages
+from multihead.cache_state import from_state, to_state
 from multihead.cache_storage import Format, Place, Rows, Storage, check_tokens
 from multihead.errors import bad_type, bad_value, check_size, describe
 from multihead.masks import window
@@ -134,13 +135,13 @@ class KVCache:
         Returns:
             int64 (L,), or (*batch, L) where rows differ.
         """
-        at = (
-            device if device is not None else keep.device if keep is not None else self._kind[4] if self._kind else None
-        )
-        batch = () if keep is None else tuple(keep.shape[:-1])
+        own: torch.device | None = self._kind[4] if self._kind else None
+        batch: tuple[int, ...] = ()
+        if isinstance(keep, Tensor):
+            own, batch = keep.device, tuple(keep.shape[:-1])
         ledger = self._ledger or Ledger(batch, [0] * math.prod(batch), [0] * math.prod(batch))
         flat = None if keep is None else check_keep(keep, ledger.batch, L)
-        return ledger.next_positions(L, flat, None if at is None else torch.device(at))
+        return ledger.next_positions(L, flat, own if device is None else torch.device(device))
 
     # Adding -----------------------------------------------------------------------------------------------------------
 
@@ -204,6 +205,8 @@ class KVCache:
             return ledger.next_positions(L, keep, device) if given is None else given
 
         after = before.with_new(place, None if is_counted else find_places(), device)
+        if self._window is not None:
+            after.check_rises()
         S, mask, first = after.stop, after.mask(device), 0
         if self._window is not None:
             if place.is_even:
@@ -214,9 +217,9 @@ class KVCache:
                 reach = window(left=self._window - 1)
                 mask = reach if mask is None else mask & reach
         if is_counted and place.is_even and first == 0 and not any(after.gone):
-            return Step(S, mask, None, None, find_places, place, after, moves)
+            return Step(S, mask, None, None, find_places, place, after, self._ledger, moves)
         k_at = after.slot_positions(first, device)
-        return Step(S, mask, find_places(), k_at, find_places, place, after, moves)
+        return Step(S, mask, find_places(), k_at, find_places, place, after, self._ledger, moves)
 
     def write(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the tokens that `step` was prepared for. Arguments and errors: as of `append`.
@@ -232,6 +235,10 @@ class KVCache:
         place, after = step._place, step._after
         if place is None or after is None:
             raise bad_type("step", "a step of prepare()", "one of look(), which adds nothing")
+        if step._before is not self._ledger:
+            raise bad_value("step", "one that was prepared for what the cache holds now", "an older one")
+        if (*k.shape[:-3], k.shape[-2]) != (*after.batch, place.L):
+            raise bad_value("k", f"L={place.L} tokens with the batch axes {after.batch}, as prepared", describe(k))
         kind = (k.shape[-3], k.shape[-1], v.shape[-1], k.dtype, k.device)
         if self._kind and kind != self._kind:
             names = ("K", "D", "V", "dtype", "device")
@@ -239,11 +246,15 @@ class KVCache:
             raise bad_value("cache", f"tokens like those that it holds, {told[0]}", told[1], "", "Make another cache.")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             self._check_keeps_gradients()
+        if k.is_complex() and self._format.dtype is not None:
+            expected, otherwise = "stored as it comes where it is complex", "The imaginary parts would be lost."
+            raise bad_value("k", expected, f"{k.dtype} for a cache of {self._format.dtype}", otherwise)
         if k.ndim != 4:
             k, v = (x.reshape(len(place.starts), *x.shape[-3:]) for x in (k, v))
         new = [*self._format.stored(k), *self._format.stored(v)]
         if step._moves and self._ledger is not None:
             self._store.keep_last(self._ledger.lengths, self._kept, self._room or 0)
+            self._ledger = self._ledger.with_last(self._kept)  # true already, should writing fail
         self._store.write(new, place)
         self._kind, self._ledger = kind, after
         found = self._read(after.stop - step.S, after.stop)
@@ -278,9 +289,14 @@ class KVCache:
         if batch != ledger.batch:
             raise bad_value("cache", f"the batch axes of the queries, {batch}", f"{ledger.batch}")
         S, mask = ledger.stop, ledger.mask(device)
-        k_at = None if ledger.positions is None else ledger.slot_positions(0, device)
-        if positions is None:
-            return Step(S, mask, None, k_at, lambda: torch.arange(S - L, S, device=device))
+        if positions is None and ledger.positions is None:
+            return Step(S, mask, None, None, lambda: torch.arange(S - L, S, device=device))
+        if positions is None:  # where the last L of its tokens stand
+            if L > S:
+                otherwise = "The context's own positions can't say where so many queries stand."
+                raise bad_value("positions", f"given where L={L} queries are more than S={S}", None, otherwise)
+            k_at = ledger.slot_positions(0, device)
+            return Step(S, mask, k_at[..., S - L :], k_at, lambda: k_at[..., S - L :])
         places = check_places(positions, batch, L, device)
         return Step(S, mask, places, ledger.slot_positions(0, device), lambda: places)
 
@@ -338,22 +354,18 @@ class KVCache:
         other._store = self._store.fork()
         return other
 
+    __copy__ = fork  # a plain copy would share the storage, and each would change the other
+
     # Keeping ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """What it holds as tensors, without spare room: stored keys and values (with int8 also `k_scale`, `v_scale`),
         `lengths`, `gone` and `batch`, `positions` where they are not just counted, and `like`, which has no numbers, in
-        the dtype of what is read. Empty for an empty cache."""
-        ledger = self._ledger
-        if ledger is None:
+        the dtype of what is read; `frozen`. Empty for an empty cache."""
+        if self._ledger is None:
             return {}
-        state = dict(zip(self._format.names, (p.clone() for p in self._store.read(0, ledger.stop)), strict=True))
-        for name, numbers in (("lengths", ledger.lengths), ("gone", ledger.gone), ("batch", ledger.batch)):
-            state[name] = torch.tensor(numbers, dtype=torch.int64)
-        state["like"] = torch.empty(0, dtype=self._kind[3])
-        if ledger.positions is not None:
-            state["positions"] = ledger.positions.clone()
-        return state
+        parts = self._store.read(0, self._ledger.stop)
+        return to_state(self._ledger, self._format, parts, self._kind[3], self.frozen)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Hold what `state_dict` gave, in this cache's own storage. What it held before is let go.
@@ -365,27 +377,25 @@ class KVCache:
         if not state:
             self.reset()
             return
-        wanted = {*self._format.names, "lengths", "gone", "batch", "like"}
-        if set(state) - {"positions"} != wanted:
-            raise bad_value("state", f"the entries {', '.join(sorted(wanted))}", ", ".join(sorted(state)))
-        stored, like = state["k"].dtype, state["like"].dtype
-        if stored != (self._format.dtype or like):
-            raise bad_value("state", f"tokens stored in {self._format.dtype or like}", f"{stored}")
-        counts, gone = state["lengths"].tolist(), state["gone"].tolist()
-        L, device = state["k"].shape[2], state["k"].device
-        even = counts.count(L) == len(counts)
-        keep = None if even else torch.arange(L, device=device) < state["lengths"].to(device)[:, None]
-        place = Place([0] * len(counts), L, keep, counts)
+        ledger, place = from_state(state, self._format)
         if self.storage == "fixed":
             self._check_capacity(place)
-        if (any(gone) and self._room is None) or (self._room is not None and self._room < L):
-            raise bad_value("state", f'what fits storage "{self.storage}"', f"{max(gone)} tokens let go, {L} kept")
+        if (any(ledger.gone) and self._room is None) or (self._room is not None and self._room < place.L):
+            got = f"{max(ledger.gone)} tokens let go, {place.L} kept"
+            raise bad_value("state", f'what fits storage "{self.storage}"', got)
+        window = self._window or 0
+        if any(gone and n < window - 1 for n, gone in zip(ledger.lengths, ledger.gone, strict=True)):
+            expected, got = f"the last {window} tokens of a ring", f"{min(ledger.lengths)} of a smaller one"
+            raise bad_value("state", expected, got, "What it has let go would be seen here.")
+        if self._wanted not in (None, ledger.batch):
+            raise bad_value("state", f"the batch axes {self._wanted}", f"{ledger.batch}")
         other = self.fork()
         other.reset()
         other._store.check(place)
         other._store.write([state[name] for name in self._format.names], place)
-        other._ledger = Ledger(tuple(state["batch"].tolist()), counts, gone, state.get("positions"))
-        other._kind = (state["k"].shape[1], state["k"].shape[3], state["v"].shape[3], like, device)
+        other._ledger, other._wanted, other.frozen = ledger, self._wanted, bool(state["frozen"])
+        k, v = state["k"], state["v"]
+        other._kind = (k.shape[1], k.shape[3], v.shape[3], state["like"].dtype, k.device)
         self.__dict__.update(other.__dict__)
 
     # Inside -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ positions, that number is the token's position, and nothing is kept for it. A `S
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,18 +55,17 @@ class Ledger:
     def next_positions(self, L: int, keep: Tensor | None, device: torch.device | None) -> Tensor:
         """Where L more tokens stand by default, (L,) or (*batch, L): after the last of the row. keep (B, L): only real
         tokens count."""
-        last: list[Any] = self.totals
+        steps = torch.arange(L, device=device) if keep is None else (keep.long().cumsum(-1) - 1).clamp(min=0)
+        last = torch.tensor(self.totals, dtype=torch.int64, device=device)
         if self.positions is not None and self.stop:
-            ends = torch.tensor(self.lengths, device=self.positions.device)[:, None] - 1
-            found = self.positions.gather(1, ends.clamp(min=0))[:, 0].tolist()
-            last = [end + 1 if n else 0 for end, n in zip(found, self.lengths, strict=True)]
-        if keep is not None:
-            counted = (keep.long().cumsum(-1) - 1).clamp(min=0)
-            return (counted + torch.tensor(last, device=device)[:, None]).view(*self.batch, L)
-        if len(set(last)) <= 1:
-            first = max(last, default=0)
-            return torch.arange(first, first + L, device=device)
-        return (torch.tensor(last, device=device)[:, None] + torch.arange(L, device=device)).view(*self.batch, L)
+            lengths = torch.tensor(self.lengths, device=device)[:, None]
+            ends = self.positions.gather(1, (lengths - 1).clamp(min=0)) + 1
+            last = torch.where(lengths > 0, ends, last[:, None])[:, 0]
+        elif keep is None and len(set(self.totals)) <= 1:
+            return steps + max(self.totals, default=0)
+        if keep is None and bool((last == last[:1]).all()):
+            return (last[:1] + steps).view(L)
+        return (last[:, None] + steps).view(*self.batch, L)
 
     def slot_positions(self, start: int, device: torch.device) -> Tensor:
         """Where the tokens of the slots from `start` on stand: (S,), or (*batch, S) where rows differ."""
@@ -98,6 +98,16 @@ class Ledger:
         joined[rows, slots] = new.to(dtype)[rows, tokens]
         return replace(after, positions=joined)
 
+    def check_rises(self) -> None:
+        """Whether each row's positions rise by 1 or more: only then are a window's tokens the last ones."""
+        if self.positions is None:
+            return
+        lengths = torch.tensor(self.lengths, device=self.positions.device)[:, None]
+        there = torch.arange(1, self.stop, device=self.positions.device) < lengths
+        if bool(((self.positions.diff() < 1) & there).any()):
+            otherwise = "It keeps the last tokens, and a window looks back by positions."
+            raise bad_value("positions", "in a ring each 1 or more after the one before", "others", otherwise)
+
     def with_lengths(self, left: list[int]) -> Ledger:
         """Once each row's stored tokens are only its first so many."""
         positions = None if self.positions is None else self.positions[:, : max(left, default=0)]
@@ -107,7 +117,8 @@ class Ledger:
         """Once row i is what row rows[i] is, in one batch axis."""
         positions = self.positions
         if positions is not None:
-            positions = positions[torch.tensor(rows, dtype=torch.int64, device=positions.device)]
+            index = torch.tensor(rows, dtype=torch.int64, device=positions.device)
+            positions = positions[index, : max((self.lengths[row] for row in rows), default=0)]
         lengths, gone = [self.lengths[row] for row in rows], [self.gone[row] for row in rows]
         return Ledger((len(rows),), lengths, gone, positions)
 
@@ -131,6 +142,7 @@ class Step:
     _find_places: Callable[[], Tensor]
     _place: Place | None = None  # where the tokens go; None if the cache is frozen
     _after: Ledger | None = None  # what the cache knows of its tokens then
+    _before: Ledger | None = None  # and before
     _moves: bool = False  # whether a ring lets old tokens go first
 
     @cached_property
@@ -145,7 +157,7 @@ def check_keep(keep: object, batch: tuple[int, ...], L: int) -> Tensor:
         raise bad_type("keep", "a bool tensor (*batch, L), True = real token", keep)
     if tuple(keep.shape) != (*batch, L):
         raise bad_value("keep", f"the shape (*batch, L) = {(*batch, L)}", describe(keep))
-    return keep.reshape(-1, L)
+    return keep.reshape(math.prod(batch), L)
 
 
 def check_places(positions: object, batch: tuple[int, ...], L: int, device: torch.device) -> Tensor:

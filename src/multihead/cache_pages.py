@@ -30,6 +30,10 @@ class PagePool:
         self.pages = check_size("pages", pages)
         self.page_size = check_size("page_size", page_size)
         self.format = Format(dtype)
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize < 2:
+            raise bad_value(
+                "dtype", "at least 16 bits, or torch.int8, for pages", dtype, "PyTorch can't pick rows of it."
+            )
         self.parts: list[Tensor] = []  # (K, pages, page_size, width), made when the sizes are known
         self._free = list(range(pages - 1, -1, -1))
         self._holders = [0] * pages

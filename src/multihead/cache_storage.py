@@ -117,32 +117,30 @@ class Rows:
     def __init__(self, most: int | None = None) -> None:
         self.most = most
         self.parts: list[Tensor] = []
+        self._held = False  # whether autograd may hold what was read, so that nothing may be written over it
 
     def check(self, place: Place) -> None:
         """Nothing: it grows."""
 
     def write(self, new: list[Tensor], place: Place) -> None:
-        used = max(place.starts, default=0)
-        stop = max(place.ends, default=0)
-        tracked = torch.is_grad_enabled() and any(part.requires_grad for part in (*new, *self.parts))
-        if tracked and place.is_even:  # nothing that autograd may have kept is written over
+        used, stop = max(place.starts, default=0), max(place.ends, default=0)
+        if torch.is_grad_enabled() and place.is_even:
+            new = [part if place.starts else part[:, :, :0] for part in new]
             self.parts = [
-                torch.cat([old[:, :, :used], part[:, :, : stop - used]], 2)
-                for old, part in zip(self._like(new), new, strict=True)
+                torch.cat([old[:, :, :used], part], 2) for old, part in zip(self._like(new), new, strict=True)
             ]
             return
-        self._make_room(new, used, stop, exact=tracked)
+        self._make_room(new, used, stop)
         if place.is_even:
             for part, tokens in zip(self.parts, new, strict=True):
                 part[:, :, used:stop].copy_(tokens if place.starts else tokens[:, :, :0])
             return
         rows, places, slots = place.rows_and_slots(new[0].device)
-        if tracked:
-            self.parts = [part.clone() for part in self.parts]
         for part, tokens in zip(self.parts, new, strict=True):
             part.transpose(1, 2)[rows, slots] = tokens.transpose(1, 2)[rows, places]
 
     def read(self, start: int, stop: int) -> list[Tensor]:
+        self._held = torch.is_grad_enabled()
         return [part[:, :, start:stop] for part in self.parts]
 
     def keep_last(self, lengths: list[int], count: int, slots: int) -> None:
@@ -150,12 +148,13 @@ class Rows:
         for i, part in enumerate(self.parts):
             last = last_of(part.transpose(1, 2), lengths, count).transpose(1, 2)
             buffer = part
-            if part.shape[2] != slots or part.requires_grad:
+            if part.shape[2] != slots or torch.is_grad_enabled() or self._held:
                 buffer = part.new_zeros(*part.shape[:2], slots, part.shape[3])
             else:
                 last = last.clone()  # it overlaps with where it goes
             buffer[:, :, : last.shape[2]] = last
             self.parts[i] = buffer
+        self._held = False
 
     def truncate(self, lengths: list[int]) -> None:
         """Nothing: what is not read is written over."""
@@ -186,12 +185,15 @@ class Rows:
     def _like(self, new: list[Tensor]) -> list[Tensor]:
         return self.parts or [part[:, :, :0] for part in new]
 
-    def _make_room(self, new: list[Tensor], used: int, stop: int, exact: bool) -> None:
-        """Buffers of at least `stop` slots, with the first `used` as they were."""
+    def _make_room(self, new: list[Tensor], used: int, stop: int) -> None:
+        """Buffers of at least `stop` slots that may be written to, with the first `used` as they were."""
         slots = self.parts[0].shape[2] if self.parts else 0
-        if self.parts and stop <= slots:
+        recorded = torch.is_grad_enabled() or self._held
+        # What was made in inference mode may not be changed outside of it.
+        strange = bool(self.parts) and self.parts[0].is_inference() and not torch.is_inference_mode_enabled()
+        if self.parts and stop <= slots and not recorded and not strange:
             return
-        ahead = stop if exact else max(stop, 2 * slots, _FIRST_SLOTS)
+        ahead = stop if torch.is_grad_enabled() else max(stop, 2 * slots if stop > slots else slots, _FIRST_SLOTS)
         if self.most is not None and stop <= self.most:
             ahead = min(ahead, self.most)
         grown = []
@@ -199,7 +201,7 @@ class Rows:
             buffer = part.new_zeros(part.shape[0], part.shape[1], ahead, part.shape[3])
             buffer[:, :, :used] = old[:, :, :used]
             grown.append(buffer)
-        self.parts = grown
+        self.parts, self._held = grown, False
 
 
 def last_of(tokens: Tensor, lengths: list[int], count: int) -> Tensor:

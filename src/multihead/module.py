@@ -128,7 +128,7 @@ class Attention(AttentionLayer, LinearProjections):
         Args:
             key: (*batch, S, kdim), such as the output of an encoder.
             value: (*batch, S, vdim); by default `key`.
-            positions: where its tokens stand, (S,) or (*batch, S); by default 0 .. S - 1.
+            positions: where its tokens stand, (S,) or (*batch, S); by default the real ones are counted from 0.
             keep: (*batch, S) bool, which tokens are real. Others are not kept.
             dtype: the stored form, as of `KVCache`.
 
