@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import multihead as mh
-from cache_cases import POSITIONS, E, close, f64, filled, in_chunks, layer, tokens
+from cache_cases import POSITIONS, STORAGES, E, close, f64, filled, in_chunks, layer, tokens
 from multihead import KVCache, PagePool
 
 
@@ -105,6 +105,9 @@ def test_a_ring_wants_positions_that_rise():
 
 @torch.no_grad()
 def test_no_tokens_at_all():
+    for make in STORAGES.values():
+        cache, _, _ = filled(make(), L=0, positions=torch.arange(0))
+        assert cache.length == 0
     attn, x = layer(), tokens(2, length=4)
     cache = KVCache()
     attn(x, cache=cache)

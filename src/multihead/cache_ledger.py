@@ -100,7 +100,7 @@ class Ledger:
 
     def check_rises(self) -> None:
         """Whether each row's positions rise by 1 or more: only then are a window's tokens the last ones."""
-        if self.positions is None:
+        if self.positions is None or self.stop < 2:
             return
         lengths = torch.tensor(self.lengths, device=self.positions.device)[:, None]
         there = torch.arange(1, self.stop, device=self.positions.device) < lengths
