@@ -44,7 +44,7 @@ class KVCache:
             a scale for each head of each token. What is read has the dtype of what came. For "paged" it is the pool's.
 
     Rows may be of different length. Of the dtypes, only None is read without converting, and of the storages all but
-    "paged" without copying.
+    "paged" without copying. Decode under `torch.no_grad()`: where gradients are recorded each call makes new tensors.
 
     Attributes:
         frozen: whether nothing can be added, as in a cache of an encoder's output: see `Attention.context_cache`.
