@@ -253,14 +253,12 @@ class KVCache:
             k, v = (x.reshape(len(place.starts), *x.shape[-3:]) for x in (k, v))
         new = [*self._format.stored(k), *self._format.stored(v)]
         if step._moves and self._ledger is not None:
-            self._store.keep_last(self._ledger.lengths, self._kept, self._room or 0)
-            self._ledger = self._ledger.with_last(self._kept)  # true already, should writing fail
+            self._ledger = self._with_last(self._ledger)  # true already, should writing fail
         self._store.write(new, place)
         self._kind, self._ledger = kind, after
         found = self._read(after.stop - step.S, after.stop)
         if self._room is not None and after.stop > self._room:  # a chunk larger than the ring
-            self._store.keep_last(after.lengths, self._kept, self._room)
-            self._ledger = after.with_last(self._kept)
+            self._ledger = self._with_last(after)
         return found
 
     def expect(self, batch: tuple[int, ...]) -> KVCache:
@@ -404,6 +402,12 @@ class KVCache:
     def _kept(self) -> int:
         """How many tokens a ring keeps when it moves: what the next query may see, and some to crop."""
         return (self._window or 1) - 1 + _SPARE
+
+    def _with_last(self, ledger: Ledger) -> Ledger:
+        """A ring's ledger, once its storage holds no more than the last tokens."""
+        assert isinstance(self._store, Rows)  # as any ring's
+        self._store.keep_last(ledger.lengths, self._kept, self._room or 0)
+        return ledger.with_last(self._kept)
 
     def _held(self) -> Ledger:
         if self._ledger is None:

@@ -138,9 +138,6 @@ class Pages:
             found.append(tokens[:, :, start - first * size : stop - first * size])
         return found
 
-    def keep_last(self, lengths: list[int], count: int, slots: int) -> None:
-        raise NotImplementedError("a ring is kept in rows")
-
     def truncate(self, lengths: list[int]) -> None:
         for table, length in zip(self.tables, lengths, strict=True):
             while len(table) > self._pages(length):

@@ -251,8 +251,6 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
                 else:
                     other = total
                 total = added if other is None else sum_of((added, other), wide)
-        if step is not None and step.mask is not None:
-            whole = step.mask if whole is None else step.mask & whole
         out, weights = self.compute(
             *sources, whole, look, layouts=layouts, bias=total, q_positions=places[0], k_positions=places[1],
             cache=cache, step=step,

@@ -193,10 +193,11 @@ class AttentionLayer(Projections):
             return whole.run(self, query, look)
         if cache is not None and step is not None:
             q, k, v = self._with_cache(cache, step, query, key, value, layouts)
+            if step.mask is not None:
+                mask = step.mask if mask is None else step.mask & mask
         else:
-            q, k, v = self.project(
-                query, key, value, layouts
-            )  # (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V)
+            # Shapes: (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V).
+            q, k, v = self.project(query, key, value, layouts)
             q, k = self._placed(q, k, q_positions, k_positions)
         out, weights = self.attend(q, k, v, mask, look, self.dropout if self.training else 0.0, scores)
         out = out.transpose(-2, -3)  # (*batch, L, H, V)

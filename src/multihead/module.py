@@ -105,8 +105,6 @@ class Attention(AttentionLayer, LinearProjections):
             q_positions, k_positions = split_positions(positions, key is query)
         plane = Plane(batch, self.num_heads, L, S, query.device)
         mask, bias = self.joined(mask, bias, plane, q_positions, k_positions, key is query)
-        if step is not None and step.mask is not None:
-            mask = step.mask if mask is None else step.mask & mask
 
         out, found = self.compute(
             query, key, value, mask, "heads" if weights else None,

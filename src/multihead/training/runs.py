@@ -18,13 +18,14 @@ import os
 from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead import __version__
 from multihead.errors import bad_value
+from multihead.models import saving
 from multihead.training.checkpoints import read_checkpoint, write_checkpoint, write_json
 from multihead.training.options import option
 from multihead.training.plot import draw_losses
@@ -65,6 +66,9 @@ def check_new(folder: Path, *, overwrite: bool) -> None:
     elif any(folder.iterdir()):
         otherwise = "It holds something else than a run."
         raise bad_value("--out", "a new or empty folder", repr(str(folder)), otherwise, "Name another.")
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Run:
@@ -140,6 +144,20 @@ class Run:
     def path(self, name: str) -> Path:
         """Where one of its files is."""
         return self.folder / name
+
+    def model(self, kind: type[M], device: str) -> M:
+        """The trained model, of this class.
+
+        Raises:
+            ValueError: there is none, or it can't be read or is of another class.
+        """
+        try:
+            return saving.load(self.path(MODEL), device=device, kind=kind)
+        except FileNotFoundError:
+            otherwise, got = "It was stopped before its first checkpoint.", repr(str(self.folder))
+            raise bad_value("RUN", f"a run with {MODEL}", got, otherwise, "Train it first.") from None
+        except OSError as error:
+            raise bad_value("RUN", "a run that can be read", f"{str(self.folder)!r} ({error.strerror})") from None
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole."""

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from multihead.errors import bad_value, check_size, is_int
-from multihead.models import saving
 from multihead.models.translator import Translator
 from multihead.training.alignment import check_picture, draw_alignment
 from multihead.training.options import MOST_THREADS, check_device, check_range, check_real
 from multihead.training.parallel import Processes
-from multihead.training.runs import MODEL, Run
+from multihead.training.runs import Run
 from multihead.training.text_run import TOKENIZER
 from multihead.training.tokenizers import tokenizer_from
 from multihead.training.translation import END, START, Codec, translate_texts
@@ -104,13 +103,7 @@ def prepare_translating(
     if not is_int(longest) or not is_int(most):
         raise bad_value("RUN", f"a run whose config.json has {LONGEST}", repr(str(folder)), "It is damaged.")
     sources = [_encoded(text, codec, most) for text in texts]
-    try:
-        model = saving.load(run.path(MODEL), device=device, kind=Translator)
-    except FileNotFoundError:
-        otherwise = "It was stopped before its first checkpoint."
-        raise bad_value("RUN", f"a run with {MODEL}", repr(str(folder)), otherwise, "Train it first.") from None
-    except OSError as error:
-        raise bad_value("RUN", "a run that can be read", f"{str(folder)!r} ({error.strerror})") from None
+    model = run.model(Translator, device)
     if model.config["source_vocabulary"] != codec.size:
         got = f"one of {model.config['source_vocabulary']} and one of {codec.size}"
         raise bad_value("RUN", "a model and a tokenizer of one vocabulary", got, "They are of different runs.")

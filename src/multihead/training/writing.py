@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from multihead.errors import bad_value, check_size
-from multihead.models import saving
 from multihead.models.generation import stream
 from multihead.models.gpt import GPT
 from multihead.models.stops import StopStrings
 from multihead.training.options import MOST_THREADS, check_device, check_range, option
 from multihead.training.parallel import Processes
-from multihead.training.runs import MODEL, Run
+from multihead.training.runs import Run
 from multihead.training.text_run import KIND, TOKENIZER
 from multihead.training.tokenizers import Speller, Tokenizer, tokenizer_from
 
@@ -81,13 +80,7 @@ def prepare_writing(
         raise bad_value("--stop", "at least one character", "none", "It would stop before the first.")
     tokenizer = tokenizer_from(run.path(TOKENIZER))
     tokens = torch.tensor(tokenizer.encode(prompt, "--prompt"))
-    try:
-        model = saving.load(run.path(MODEL), device=device, kind=GPT)
-    except FileNotFoundError:
-        otherwise = "It was stopped before its first checkpoint."
-        raise bad_value("RUN", f"a run with {MODEL}", repr(str(folder)), otherwise, "Train it first.") from None
-    except OSError as error:
-        raise bad_value("RUN", "a run that can be read", f"{str(folder)!r} ({error.strerror})") from None
+    model = run.model(GPT, device)
     if model.vocabulary != tokenizer.size:
         got = f"one of {model.vocabulary} and one of {tokenizer.size}"
         raise bad_value("RUN", "a model and a tokenizer of one vocabulary", got, "They are of different runs.")
