@@ -130,3 +130,9 @@ def test_no_weak_symbols(inside, outside, tmp_path):
     run = subprocess.run(["cmake", "-DNM=nm", "-P", check, "--", made], capture_output=True, check=False, **options)
     assert (run.returncode == 0) == (not outside)
     assert ("weak symbols" in run.stderr) == bool(outside)
+
+
+@pytest.mark.skipif(not library.available(), reason=f"there is no native library: {library.why_not()}")
+def test_a_library_of_another_version_is_left_alone(monkeypatch):
+    monkeypatch.setattr(library, "INTERFACE", library.INTERFACE + 1)
+    assert "is of another version of multihead" in library._look().why_not

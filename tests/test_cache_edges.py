@@ -159,3 +159,14 @@ def test_a_copy_is_a_fork():
     cache.crop(2)
     cache.append(k[:, :, :1] * 5, v[:, :, :1])
     assert torch.equal(other.read()[0], k)
+
+
+@torch.no_grad()
+def test_a_layer_without_anything_fills_its_cache_too():
+    """One that would otherwise run as a single operation of PyTorch, which knows of no cache."""
+    torch.manual_seed(0)
+    attn, x = mh.Attention(E, 4).eval(), torch.randn(2, 6, E)
+    cache = KVCache()
+    attn(x[:, :4], cache=cache)
+    assert cache.length == 4
+    torch.testing.assert_close(attn(x[:, 4:], cache=cache), attn(x)[:, 4:], rtol=0, atol=2e-6)

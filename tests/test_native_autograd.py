@@ -12,6 +12,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import reference
+from multihead.attention import attention_with_weights
 from multihead.kernels import library
 from native_calls import OPTIONS, B, L, S, bf16, close, f32, f64, forward_mode, leaves, loss, native
 
@@ -216,3 +217,14 @@ def test_calls_from_several_threads():
         for _ in range(5):
             for found, want in zip(pool.map(lambda job: run(job, True), jobs), alone, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_a_mask_that_changes_before_a_gradient_of_the_weights_is_noticed():
+    """It comes from the definition, which reads the caller's ids; the kernel had a copy of another dtype."""
+    q, k = torch.randn(2, 1, 1, 5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
+    ids = torch.tensor([0, 0, 1, 1, 1], dtype=torch.int32)  # read as int64
+    _, weights = attention_with_weights(q, k, k, mh.documents(ids), average=False)
+    weights.square().sum().backward(retain_graph=True)
+    ids.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        weights.square().sum().backward()
