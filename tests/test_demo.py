@@ -11,7 +11,6 @@ import runpy
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from typer.testing import CliRunner
 
 from multihead import __version__, cli, demo
 from multihead.models import gpt
-from multihead.side_by_side import Sizes, train_both
+from multihead.side_by_side import FORMS, Sizes, train_all
 
 TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--context", "16", "--sample-length", "40"]
 POEM = "the cat sat on the mat. " * 40
@@ -81,7 +80,7 @@ def test_counts_the_parameters(poem: Path):
     result = tiny("--text", poem, "--steps", 1)
     V, E = len(set(POEM)), 16
     block = 4 * E * E + 4 * E + 8 * E * E + 5 * E + 4 * E  # attention, its biases, MLP, its biases, two norms
-    assert value_in(result.stdout, "parameters") == V * E + block + 2 * E
+    assert value_in(result.stdout, "parameters") == V * E + 16 * E + block + 2 * E  # 16 positions; the last norm
 
 
 def test_explains_a_layer_of_the_model(poem: Path):
@@ -152,31 +151,39 @@ def test_console_that_lacks_a_character(tmp_path: Path, monkeypatch: pytest.Monk
     assert b"???" in console.buffer.getvalue()  # type: ignore[attr-defined]
 
 
-# The drop-in beside torch's layer -------------------------------------------------------------------------------------
+# The same model on torch's layer --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two models small, and no processes to measure their memory."""
-    monkeypatch.setattr(demo, "Sizes", partial(Sizes, width=8, layers=1, heads=2))
-    monkeypatch.setattr(demo, "peak_memory", lambda *_: (30 * 2**20, None))
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes to measure memory."""
+    monkeypatch.setattr(demo, "peak_memory", lambda *_: [30 * 2**20, *[None] * (len(FORMS) - 1)])
 
 
-@pytest.mark.usefixtures("small")
-def test_shows_the_drop_in_beside_torch(poem: Path):
+@pytest.mark.usefixtures("unmeasured")
+def test_shows_the_same_model_on_torchs_layer(poem: Path):
     result = call("demo", *TINY, "--text", poem, "--steps", 3)
     assert (result.exit_code, result.stderr) == (0, "")
-    told = result.stdout.split("\nA model of torch.nn.MultiheadAttention, as it is and after multihead.swap(model):\n")[
-        1
-    ]
-    assert "batches of 1 x 512 characters" in told
+    told = result.stdout.split("\nThe same model on torch.nn.MultiheadAttention, ")[1]
+    assert "32 x 16 characters" in told
     assert "100%  step 3  losses " in told
-    assert re.search(r"^loss, step 3 +(\d\.\d{3}) +\1$", told, re.MULTILINE)
-    assert re.search(r"^peak memory +30 MiB +unknown$", told, re.MULTILINE)
+    rows = {name: re.search(rf"^{re.escape(name)} +(.*)$", told, re.MULTILINE)[1].split() for name in FORMS.values()}
+    losses = {(first, last) for first, last, *_ in rows.values()}
+    assert len(losses) == 1  # of all, and falling
+    ((first, last),) = losses
+    assert float(last) < float(first)
+    assert [row[4:] for row in rows.values()] == [["30", "MiB"], ["unknown"], ["unknown"], ["unknown"]]
     assert told.splitlines()[-1].startswith("The losses a")
+    assert value_in(result.stdout, "parameters") == demo_parameters(poem)
 
 
-@pytest.mark.usefixtures("small")
+def demo_parameters(text: Path) -> int:
+    """Of the model that is compared: the one that was trained."""
+    plan = plan_of(text)
+    return sum(parameter.numel() for parameter in plan.sizes.model().parameters())
+
+
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("asked", "seconds", "steps"),
     [("--steps 3", math.inf, 3), ("--steps 61", math.inf, 60), ("--seconds 0.1", 0.1, math.inf)],
@@ -188,26 +195,26 @@ def test_compares_no_longer_than_it_trains(
 
     def record(text: torch.Tensor, sizes: Sizes, **lasts: Any) -> Any:
         called.append(lasts)
-        return train_both(text, sizes, **(lasts | {"steps": 1}))
+        return train_all(text, sizes, **(lasts | {"steps": 1}))
 
-    monkeypatch.setattr(demo, "train_both", record)
+    monkeypatch.setattr(demo, "train_all", record)
     assert call("demo", *TINY, "--text", poem, *asked.split(), "--seed", 7).exit_code == 0
     assert called == [{"seed": 7, "seconds": seconds, "steps": steps}]
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("unmeasured")
 def test_compares_on_the_shortest_text(tmp_path: Path):
     (tmp_path / "text.txt").write_text("ab\n" * 7)
     result = call("demo", *TINY, "--text", tmp_path / "text.txt", "--steps", 2)
     assert result.exit_code == 0, result.output
-    assert "batches of 1 x 18 characters" in result.stdout  # 19 to learn from, 2 kept back
+    assert "32 x 16 characters" in result.stdout  # 19 to learn from, 2 kept back
 
 
 def test_need_not_compare(poem: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo, "train_both", interrupt)
+    monkeypatch.setattr(demo, "train_all", interrupt)
     result = tiny("--text", poem, "--steps", 1)
     assert result.exit_code == 0
-    assert "swap" not in result.stdout
+    assert "torch.nn" not in result.stdout
 
 
 # That it learns -----------------------------------------------------------------------------------------------------
@@ -431,8 +438,8 @@ def test_ctrl_c_while_it_is_judged(poem: Path, monkeypatch: pytest.MonkeyPatch):
     assert "Stopped after step 3, at" in result.stdout
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", ["train_both", "peak_memory"])
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("name", ["train_all", "peak_memory"])
 def test_ctrl_c_while_it_compares(poem: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(demo, name, interrupt)
     result = call("demo", *TINY, "--text", poem, "--steps", 3)

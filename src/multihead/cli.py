@@ -85,10 +85,11 @@ _DEMO_HELP = "\n\n".join(
         "It learns to predict the next character, on the CPU, for about a minute. Nothing is downloaded. The last "
         "tenth of the text is kept back to judge by. In the end it prints what was reached, a sample, and how the "
         "attention was computed.",
-        "Then it shows the drop-in: a small model of torch.nn.MultiheadAttention is trained as it is, and after "
-        "[bold]multihead.swap(model)[/], from the same weights on the same text, for a few seconds. The losses of both "
-        "should be the same. [bold]Peak memory[/] is there what training adds to that of a process. [bold]Ratio[/] is "
-        "multihead's figure by torch's.",
+        "Then the same model is trained on torch.nn.MultiheadAttention for a few seconds, from the same weights on the "
+        "same text: as most code calls that layer, in the way that it is fastest in, and after "
+        "[bold]multihead.swap(model)[/], all beside multihead.Attention. The losses should be the same. [bold]Ratio[/] "
+        "is the speed by that of torch's layer as it is. [bold]Peak memory[/] is there what training adds to that of a "
+        "process.",
         "[bold]Loss[/] is in nats per character: 0 is perfect, and an even guess among V characters is ln V, 4.6 for "
         "100 of them. [bold]Training loss[/] is on the text it learns from, [bold]validation loss[/] on the part kept "
         "back: compare by that one. Where training loss is much lower, it learns by heart. [bold]Bits[/] are nats / "
@@ -125,7 +126,7 @@ def _demo(
     ] = 1,
     prompt: Annotated[str | None, typer.Option(help="What the sample starts with. By default a new line.")] = None,
     sample_length: Annotated[int, typer.Option(help="How many characters to write at the end.")] = 400,
-    compare: Annotated[bool, typer.Option(help="Whether to show the drop-in beside torch's layer.")] = True,
+    compare: Annotated[bool, typer.Option(help="Whether to show the same model on torch's layer too.")] = True,
 ) -> None:
     try:
         plan = demo.prepare(

@@ -1,7 +1,7 @@
 """The demo: a small GPT of `Attention` layers learns a text, one character at a time, in about a minute on a CPU.
 
 `prepare` checks every option and reads the text, `train` learns, `generate` writes, and `run` shows it on a console.
-Then the drop-in is shown beside torch's layer: see `side_by_side.py`.
+Then the same model is shown on torch's layer beside it: see `side_by_side.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,7 +24,7 @@ from multihead.explain import explain
 from multihead.models.generation import generate
 from multihead.models.gpt import GPT, loss_of
 from multihead.module import Attention
-from multihead.side_by_side import Sizes, peak_memory, table, train_both
+from multihead.side_by_side import Sizes, Together, peak_memory, table, train_all
 from multihead.training.language import text_loss
 from multihead.training.options import MOST_THREADS, check_model_sizes, check_range, check_real
 from multihead.training.progress import INTERRUPTED, display, say
@@ -34,7 +34,7 @@ _TOKENS_PER_STEP = 512  # few, so that a minute on a slow CPU still holds many s
 _LEARNING_RATE = 3e-3
 _MOST_PARAMETERS = 100_000_000
 _MOST_CONTEXT = 8192
-_MOST_COMPARED_SECONDS = 8.0
+_MOST_COMPARED_SECONDS = 16.0
 _MOST_COMPARED_STEPS = 60  # where steps were asked for: takes about as long
 
 
@@ -58,12 +58,13 @@ class Plan:
     layers: int
     heads: int
     threads: int
-    compare: bool  # whether the drop-in is shown beside torch's layer
+    compare: bool  # whether the same model is shown on torch's layer
 
     @property
-    def batch(self) -> int:
-        """How many pieces of `context` tokens a step learns from."""
-        return max(1, _TOKENS_PER_STEP // self.context)
+    def sizes(self) -> Sizes:
+        """Of the model and of a step."""
+        batch = max(1, _TOKENS_PER_STEP // self.context)
+        return Sizes(len(self.vocabulary), self.context, self.width, self.layers, self.heads, batch)
 
     def spell(self, tokens: Tensor) -> str:
         """The characters of tokens."""
@@ -96,7 +97,7 @@ def prepare(
         threads: how many of the CPU's cores to use.
         prompt: what the sample starts with; None for a new line.
         sample_length: how many characters to write.
-        compare: whether to show the drop-in beside torch's layer.
+        compare: whether to show the same model on torch's layer.
 
     Raises:
         ValueError, TypeError: something can't be done; the message names the command line's option.
@@ -183,13 +184,13 @@ def train(model: GPT, plan: Plan) -> Iterator[Reached]:
     steps or over the time. Draws from torch's global generator: by steps it repeats under `torch.manual_seed`.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    offsets = torch.arange(plan.context + 1)
+    batch, offsets = plan.sizes.batch, torch.arange(plan.context + 1)
     start, step, share, total, weight = perf_counter(), 0, 0.0, 0.0, 0.0
     while share < 1:
         rate = max(0.02, min(share / 0.05, (1 + math.cos(math.pi * share)) / 2))
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * rate
-        places = torch.randint(len(plan.train) - plan.context, (plan.batch, 1)) + offsets  # (B, context + 1)
+        places = torch.randint(len(plan.train) - plan.context, (batch, 1)) + offsets  # (B, context + 1)
         piece = plan.train[places]
         loss = loss_of(model, piece[:, :-1], piece[:, 1:])
         optimizer.zero_grad()
@@ -201,19 +202,19 @@ def train(model: GPT, plan: Plan) -> Iterator[Reached]:
         total, weight = 0.98 * total + loss.item(), 0.98 * weight + 1
         seconds = perf_counter() - start
         share = min(1.0, max(step / plan.steps, seconds / plan.seconds))
-        yield Reached(step, step * plan.batch * plan.context, seconds, share, total / weight)
+        yield Reached(step, step * plan.sizes.tokens, seconds, share, total / weight)
 
 
 def validate(model: GPT, plan: Plan) -> float:
     """Loss on the text kept back, in nats per token: over evenly spread pieces of it, if it is long."""
-    return text_loss(model, plan.valid, context=plan.context, batch=plan.batch)
+    return text_loss(model, plan.valid, context=plan.context, batch=plan.sizes.batch)
 
 
 # On the console -----------------------------------------------------------------------------------------------------
 
 
 def run(plan: Plan, console: Console) -> int:
-    """Train, then show what was learned, then the drop-in. Ctrl-C ends it early, with what has been reached.
+    """Train, show what was learned, then the model on torch's layer. Ctrl-C ends it early, with what has been reached.
 
     Returns:
         The exit code: 0, or `INTERRUPTED`.
@@ -221,7 +222,7 @@ def run(plan: Plan, console: Console) -> int:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(plan.threads)
     torch.manual_seed(plan.seed)
-    model = GPT(len(plan.vocabulary), plan.width, plan.layers, plan.heads)
+    model = plan.sizes.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     reached = None
     try:
@@ -246,25 +247,24 @@ def run(plan: Plan, console: Console) -> int:
 
 
 def _compare(console: Console, plan: Plan) -> int:
-    """Show the drop-in beside torch's layer, in a model whose sizes are fixed.
+    """Show the same model on torch's layer: as it is, swapped, and beside `Attention`.
 
     Returns:
         The exit code.
     """
-    sizes = Sizes(len(plan.vocabulary))
-    sizes = replace(sizes, context=min(sizes.context, len(plan.train) - 1))
+    sizes = plan.sizes
     lasts = {"seconds": min(plan.seconds, _MOST_COMPARED_SECONDS), "steps": math.inf}
     if plan.steps < math.inf:
         lasts = {"seconds": math.inf, "steps": min(plan.steps, _MOST_COMPARED_STEPS)}
-    say(console, "\nA model of torch.nn.MultiheadAttention, as it is and after multihead.swap(model):")
-    say(console, f"the same weights, the same batches of {sizes.batch} x {sizes.context} characters, in turn.\n")
+    say(console, "\nThe same model on torch.nn.MultiheadAttention, from the same weights on the same batches of")
+    say(console, f"{sizes.batch} x {sizes.context} characters, a step of each in turn:\n")
     done = []
     try:
         with display(console) as show:
-            for both in train_both(plan.train, sizes, seed=plan.seed, **lasts):
-                done.append(both)
-                show(both.share, both.seconds, f"step {len(done):,}  losses {both.losses[0]:.3f}, {both.losses[1]:.3f}")
-            show(1.0, both.seconds, "now the peak memory of each, in a process of its own")
+            for step in train_all(plan.train, sizes, seed=plan.seed, **lasts):
+                done.append(step)
+                show(step.share, step.seconds, f"step {len(done):,}  losses {_losses(step)}")
+            show(1.0, step.seconds, "now the peak memory of each, in a process of its own")
             memory = peak_memory(sizes, plan.threads)
     except KeyboardInterrupt:
         say(console, "\nStopped: the comparison was not finished.")
@@ -273,6 +273,10 @@ def _compare(console: Console, plan: Plan) -> int:
     for line in table(done, sizes, memory):
         say(console, line)
     return 0
+
+
+def _losses(step: Together) -> str:
+    return ", ".join(f"{loss:.3f}" for loss in step.losses)
 
 
 def _line(reached: Reached) -> str:
@@ -284,7 +288,7 @@ def _report(console: Console, model: GPT, plan: Plan, parameters: int, reached: 
     bits, even, memory = loss / math.log(2), math.log(len(plan.vocabulary)), _peak_memory()
     rows = {
         "parameters": f"{parameters:,}",
-        "steps": f"{reached.steps:,} of {plan.batch} x {plan.context} tokens, in {reached.seconds:.1f} s",
+        "steps": f"{reached.steps:,} of {plan.sizes.batch} x {plan.context} tokens, in {reached.seconds:.1f} s",
         "tokens seen": f"{reached.tokens:,}, {reached.tokens / len(plan.train):.2f} times the text",
         "training loss": f"{reached.loss:.3f} nats per character",
         "validation loss": f"{loss:.3f} nats per character, {bits:.3f} bits, perplexity {math.exp(loss):.1f}",
@@ -298,7 +302,7 @@ def _report(console: Console, model: GPT, plan: Plan, parameters: int, reached: 
     _show_sample(console, model, plan, plan.sample_length)
     say(console, "\nHow the first layer's attention is computed:")
     layer = next(module for module in model.modules() if isinstance(module, Attention))
-    say(console, str(explain(layer, batch=plan.batch, length=plan.context, training=True)))
+    say(console, str(explain(layer, batch=plan.sizes.batch, length=plan.context, training=True)))
 
 
 def _show_sample(console: Console, model: GPT, plan: Plan, length: int) -> None:

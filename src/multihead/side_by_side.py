@@ -1,7 +1,7 @@
-"""The drop-in side by side: one model of torch.nn.MultiheadAttention, trained as it is and with the drop-in swapped in.
+"""Side by side: one GPT on torch.nn.MultiheadAttention, as it is called and swapped, and on `Attention`.
 
-`train_both` takes both through the same steps in turn, `peak_memory` asks a process of each for its memory, and `table`
-says what came out. As a program, `python -m multihead.side_by_side SIDE THREADS SIZES`, it is such a process.
+`train_all` takes all through the same steps in turn, `peak_memory` asks a process of each for its memory, and `table`
+says what came out. As a program, `python -m multihead.side_by_side FORM THREADS SIZES`, it is such a process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from statistics import median
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multihead.cache import KVCache
+from multihead.models.gpt import GPT, loss_of
+from multihead.module import Attention
 from multihead.swapping import swap
 
-SIDES = ("torch", "multihead")
+# Each form of the model, and what it is called in the table.
+TORCH, TORCH_FAST, SWAPPED, OURS = "torch", "torch-fast", "swapped", "attention"
+FORMS = {
+    TORCH: "torch.nn.MultiheadAttention",
+    TORCH_FAST: "  called with need_weights=False",
+    SWAPPED: "  after multihead.swap(model)",
+    OURS: "multihead.Attention",
+}
 AGREE = 1e-3  # losses further apart than this, in nats, are no matter of rounding
 
 _STATUS = Path("/proc/self/status")  # where Linux tells a process its memory
@@ -37,65 +46,76 @@ _CHILD_SECONDS = 120
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of a step: small enough for a slow core, long enough that attention counts."""
+    """Of the model and of a step."""
 
     vocabulary: int
-    context: int = 512
-    width: int = 128
-    layers: int = 2
-    heads: int = 4
-    batch: int = 1
+    context: int
+    width: int
+    layers: int
+    heads: int
+    batch: int
 
     @property
     def tokens(self) -> int:
         """How many tokens a step learns from."""
         return self.batch * self.context
 
+    def model(self) -> GPT:
+        """A GPT. Its positions are learned, as torch's layer knows no rotary ones."""
+        positions = {"context": self.context, "position": "learned"}
+        return GPT(self.vocabulary, self.width, self.layers, self.heads, **positions)  # type: ignore[arg-type]
 
-class Block(nn.Module):
-    """A pre-norm transformer block of torch's own parts, called as most code calls them."""
 
-    def __init__(self, width: int, heads: int, context: int) -> None:
+class TorchAttention(nn.Module):
+    """torch's layer in the place of an `Attention` of a GPT, with its weights.
+
+    Args:
+        attn: that it takes the place of.
+        context: the most tokens.
+        fast: whether to call it in the way that torch is fastest in, instead of the way that most code calls it.
+    """
+
+    def __init__(self, attn: Attention, context: int, fast: bool) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.layer = nn.MultiheadAttention(attn.embed_dim, attn.num_heads, batch_first=True)
+        with torch.no_grad():
+            for name in ("weight", "bias"):
+                parts = [getattr(projection, name)[rows] for projection, rows in attn.rows_by_part().values()]
+                getattr(self.layer, f"in_proj_{name}").copy_(torch.cat(parts))
+                getattr(self.layer.out_proj, name).copy_(getattr(attn.out_proj, name))
+        self.how = {"need_weights": False, "is_causal": True} if fast else {}
         self.mask: Tensor
         self.register_buffer("mask", torch.ones(context, context, dtype=torch.bool).triu(1))  # True hides
 
-    def forward(self, x: Tensor) -> Tensor:
-        T, y = x.shape[1], self.attention_norm(x)
-        x = x + self.attention(y, y, y, attn_mask=self.mask[:T, :T])[0]
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Decoder(nn.Module):
-    """A decoder with learned positions: tokens (B, L) -> logits (B, L, vocabulary) of the token after each."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.positions = nn.Embedding(sizes.context, sizes.width)
-        self.blocks = nn.Sequential(*(Block(sizes.width, sizes.heads, sizes.context) for _ in range(sizes.layers)))
-        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
+    def forward(self, x: Tensor, cache: KVCache | None = None, keep: Tensor | None = None) -> Tensor:
+        """(B, L, E) -> (B, L, E), as a GPT calls `Attention` to learn."""
+        assert cache is None
+        assert keep is None
+        L = x.shape[1]
+        return self.layer(x, x, x, attn_mask=self.mask[:L, :L], **self.how)[0]
 
 
 class Trainee:
-    """A model and its optimizer; the optimizer comes first, so that a swap has to leave it what it holds."""
+    """A model and its optimizer.
 
-    def __init__(self, model: Decoder, swapped: bool) -> None:
+    Args:
+        model: on `Attention`; it is changed to the form.
+        form: of `FORMS`. The optimizer comes before a swap, which has to leave it what it holds.
+    """
+
+    def __init__(self, model: GPT, form: str) -> None:
         self.model = model
+        if form != OURS:
+            assert model.context is not None
+            for block in model.blocks:
+                block.attn = TorchAttention(block.attn, model.context, form == TORCH_FAST)  # type: ignore[arg-type]
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if swapped:
+        if form == SWAPPED:
             swap(model)
 
     def step(self, piece: Tensor) -> float:
         """Learn from a piece (B, context + 1) of the text; the loss before, in nats per token."""
-        loss = F.cross_entropy(self.model(piece[:, :-1]).flatten(0, 1), piece[:, 1:].flatten())
+        loss = loss_of(self.model, piece[:, :-1], piece[:, 1:])
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -106,17 +126,23 @@ class Trainee:
 
 
 @dataclass(frozen=True)
-class Both:
-    """One step of both sides; pairs are in the order of `SIDES`."""
+class Together:
+    """One step of every form, in the order of `FORMS`."""
 
-    losses: tuple[float, float]  # in nats per token
-    took: tuple[float, float]  # seconds
+    losses: tuple[float, ...]  # in nats per token
+    took: tuple[float, ...]  # seconds
     share: float  # of all that is to be done so far, 0 to 1
     seconds: float  # since the start
 
+    @property
+    def apart(self) -> float:
+        """How far a loss is from that of torch's layer as it is, at most. NaN if one is."""
+        gaps = [abs(loss - self.losses[0]) for loss in self.losses]
+        return max(gaps) if all(gap == gap for gap in gaps) else math.nan
 
-def train_both(text: Tensor, sizes: Sizes, *, seed: int, seconds: float, steps: float) -> Iterator[Both]:
-    """Train both sides from the same weights on the same pieces of a text, a step each time the next item is asked for.
+
+def train_all(text: Tensor, sizes: Sizes, *, seed: int, seconds: float, steps: float) -> Iterator[Together]:
+    """Train every form from the same weights on the same pieces of a text, a step each time the next item is asked for.
 
     Args:
         text: (N,) tokens, N > context.
@@ -125,47 +151,48 @@ def train_both(text: Tensor, sizes: Sizes, *, seed: int, seconds: float, steps: 
         seconds, steps: it ends when one of the two is reached.
     """
     torch.manual_seed(seed)
-    model = Decoder(sizes)
-    sides = [Trainee(deepcopy(model), swapped) for swapped in (False, True)]
+    model = sizes.model()
+    trainees = [Trainee(deepcopy(model), form) for form in FORMS]
     offsets = torch.arange(sizes.context + 1)
+    torch.manual_seed(seed)  # the layers of torch drew weights that they don't have any more
     start, step, share = perf_counter(), 0, 0.0
     while share < 1:
         piece = text[torch.randint(len(text) - sizes.context, (sizes.batch, 1)) + offsets]  # (B, context + 1)
-        losses, took = [0.0, 0.0], [0.0, 0.0]
-        # In turn within each step, so that what else the machine does slows both; who is first changes, for the caches.
-        for side in (0, 1) if step % 2 else (1, 0):
+        losses, took = [0.0] * len(FORMS), [0.0] * len(FORMS)
+        # In turn within each step, so that what else the machine does slows all; who is first changes, for the caches.
+        for i in range(len(FORMS)):
+            form = (i + step) % len(FORMS)
             begin = perf_counter()
-            losses[side] = sides[side].step(piece)
-            took[side] = perf_counter() - begin
+            losses[form] = trainees[form].step(piece)
+            took[form] = perf_counter() - begin
         step += 1
         now = perf_counter() - start
         share = min(1.0, max(step / steps, now / seconds))
-        yield Both((losses[0], losses[1]), (took[0], took[1]), share, now)
+        yield Together(tuple(losses), tuple(took), share, now)
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-def peak_memory(sizes: Sizes, threads: int) -> tuple[int | None, int | None]:
-    """What the training of each side adds to the memory of a process that does nothing else, at its peak.
+def peak_memory(sizes: Sizes, threads: int) -> list[int | None]:
+    """What the training of each form adds to the memory of a process that does nothing else, at its peak.
 
     Returns:
-        Bytes, in the order of `SIDES`; None where the system does not tell, or the process failed.
+        Bytes, in the order of `FORMS`; None where the system does not tell, or the process failed.
     """
     if not _STATUS.exists():
-        return None, None
+        return [None] * len(FORMS)
     try:
         with ExitStack() as stack:
-            theirs, ours = [stack.enter_context(_child(side, sizes, threads)) for side in SIDES]
-            return _answer(theirs), _answer(ours)
+            return [_answer(child) for child in [stack.enter_context(_child(form, sizes, threads)) for form in FORMS]]
     except OSError:  # no process could be started
-        return None, None
+        return [None] * len(FORMS)
 
 
 @contextmanager
-def _child(side: str, sizes: Sizes, threads: int) -> Generator[subprocess.Popen[str], None, None]:
-    """A process that measures a side. It is ended with the block, whatever ends that."""
-    line = [sys.executable, "-m", __name__, side, str(threads), json.dumps(asdict(sizes))]
+def _child(form: str, sizes: Sizes, threads: int) -> Generator[subprocess.Popen[str], None, None]:
+    """A process that measures a form. It is ended with the block, whatever ends that."""
+    line = [sys.executable, "-m", __name__, form, str(threads), json.dumps(asdict(sizes))]
     place = Path(__file__).parent.parent  # so that this very package is found, and no file of the user's in its stead
     # Ctrl-C reaches it too: what it says then is nobody's concern.
     with subprocess.Popen(
@@ -185,20 +212,16 @@ def _answer(child: subprocess.Popen[str]) -> int | None:
         return None
 
 
-def measure(side: str, sizes: Sizes, threads: int) -> int:
-    """By how many bytes a few steps of a side raise the peak of this process over what it holds before the first."""
+def measure(form: str, sizes: Sizes, threads: int) -> int:
+    """By how many bytes a few steps of a form raise the peak of this process over what it holds before the first."""
     torch.set_num_threads(threads)
     small = Sizes(3, context=17, width=8, layers=1, heads=2, batch=1)
-    _take_steps(_trainee(side, small), small)  # libraries are loaded at the first call
-    trainee = _trainee(side, sizes)
+    _take_steps(Trainee(small.model(), form), small)  # libraries are loaded at the first call
+    trainee = Trainee(sizes.model(), form)
     before = _status("VmRSS")
     _take_steps(trainee, sizes)
     # Not ru_maxrss, which a process takes over from the one that started it.
     return _status("VmHWM") - before
-
-
-def _trainee(side: str, sizes: Sizes) -> Trainee:
-    return Trainee(Decoder(sizes), swapped=side == SIDES[1])
 
 
 def _take_steps(trainee: Trainee, sizes: Sizes) -> None:
@@ -215,32 +238,31 @@ def _status(name: str) -> int:
 # What came out ------------------------------------------------------------------------------------------------------
 
 
-def table(done: Sequence[Both], sizes: Sizes, memory: tuple[int | None, int | None]) -> list[str]:
-    """What both sides reached, as lines: aligned columns, and whether their losses are the same.
+def table(done: Sequence[Together], sizes: Sizes, memory: Sequence[int | None]) -> list[str]:
+    """What every form reached, as lines: aligned columns, and whether their losses are the same.
 
     Args:
         done: the steps, at least one.
         sizes: of the model and of a step.
-        memory: bytes, in the order of `SIDES`, None where it is not known.
+        memory: bytes, in the order of `FORMS`, None where it is not known.
     """
-    speeds = [sizes.tokens / median(step.took[side] for step in done) for side in (0, 1)]
-    faster = median(step.took[0] / step.took[1] for step in done)  # within a step both met the same machine
-    theirs, ours = memory
-    rows = [("", *SIDES, "ratio"), ("loss, step 1", *(f"{loss:.3f}" for loss in done[0].losses), "")]
-    if len(done) > 1:
-        rows.append((f"loss, step {len(done):,}", *(f"{loss:.3f}" for loss in done[-1].losses), ""))
-    rows.append(("tokens/s", *(f"{speed:,.0f}" for speed in speeds), f"{faster:.2f}"))
-    told = ["unknown" if peak is None else f"{peak / 2**20:,.0f} MiB" for peak in memory]
-    rows.append(("peak memory", *told, f"{ours / theirs:.2f}" if ours and theirs else ""))
-    return [f"{row[0]:<17}{row[1]:>11}{row[2]:>11}{row[3]:>8}".rstrip() for row in rows] + [_agreement(done)]
+    lines = [f"{'':<34}{'loss, step 1':>13}{f'step {len(done):,}':>11}{'tokens/s':>11}{'ratio':>8}{'peak memory':>14}"]
+    for i, name in enumerate(FORMS.values()):
+        speed = sizes.tokens / median(step.took[i] for step in done)
+        faster = median(step.took[0] / step.took[i] for step in done)  # within a step all met the same machine
+        peak = memory[i]
+        told = "unknown" if peak is None else f"{peak / 2**20:,.0f} MiB"
+        first, last = done[0].losses[i], done[-1].losses[i]
+        lines.append(f"{name:<34}{first:>13.3f}{last:>11.3f}{speed:>11,.0f}{faster:>8.2f}{told:>14}")
+    return [*lines, _agreement(done)]
 
 
-def _agreement(done: Sequence[Both]) -> str:
-    apart = [abs(step.losses[0] - step.losses[1]) for step in done]
-    first = next((i for i, gap in enumerate(apart, 1) if not gap <= AGREE), None)  # NaN agrees with nothing
+def _agreement(done: Sequence[Together]) -> str:
+    first = next((i for i, step in enumerate(done, 1) if not step.apart <= AGREE), None)  # NaN agrees with nothing
     if first is not None:
-        return f"The losses do not agree: at step {first:,} they are {apart[first - 1]:.1g} apart. Please report this."
-    most = max(apart)
+        apart = done[first - 1].apart
+        return f"The losses do not agree: at step {first:,} they are {apart:.1g} apart. Please report this."
+    most = max(step.apart for step in done)
     return f"The losses agree to {_rounded_up(most)} at every step." if most else "The losses are equal, bit for bit."
 
 
