@@ -11,6 +11,7 @@ import argparse
 import torch
 
 import multihead as mh
+from multihead.attention import attention_over
 from pairs import Pair, measure, show
 
 SIZES = {"8 heads, D=64": (1, 8, 8, 64), "32/8 heads, D=128": (1, 32, 8, 128), "8 rows of 8 heads, D=64": (8, 8, 8, 64)}
@@ -49,9 +50,10 @@ def cost(
         if taken % 16 == 0:  # seldom: it is no part of decoding, and 8 tokens more are nothing beside thousands
             cache.crop(before)
         taken += 1
-        keys, values, at = cache.append(k[:, :, -1:], v[:, :, -1:])
+        at = cache.prepare((B,), 1, k.device)  # as a layer does it
+        held = cache.write(at, k[:, :, -1:], v[:, :, -1:])
         mask = mh.causal() if at.mask is None else mh.causal() & at.mask
-        mh.attention(q, keys, values, mask, q_positions=at.q_positions, k_positions=at.k_positions)
+        attention_over(q, held, mask, q_positions=at.q_positions, k_positions=at.k_positions)
 
     return measure(step, lambda: mh.attention(q, k, v, mh.causal()), seconds=asked.seconds, threads=asked.threads)
 

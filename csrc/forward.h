@@ -128,13 +128,13 @@ static void pack_queries(const Problem& p, const Strip& s, bool few, float* to, 
 static void make_scores(const Problem& p, const Strip& s, bool few, const float* q, Rows k, int64_t block, Run run,
                         Cells cells, float* scores, int64_t ld, float* slope) {
   int64_t start = run.first * CELL, n = keys_of(run, keys_in(p, block));
-  const float* keys = k.data + start * k.step;
-  if (few) {  // one strip, so ld is LANES
-    clear(scores, size_t(n * LANES) * sizeof(float));
-    dots(p, s.count, q, keys, k.step, n, scores);
-  } else {
-    product<Along::depth, Into::fresh>(n, keys, k.step, q, LANES, scores, ld, p.D);
-  }
+  if (few) clear(scores, size_t(n * LANES) * sizeof(float));  // there is one strip, so ld is LANES
+  by_pieces(k, start, n, [&](const float* keys, int64_t done, int64_t count) {
+    if (few)
+      dots(p, s.count, q, keys, k.step, count, scores + done * LANES);
+    else
+      product<Along::depth, Into::fresh>(count, keys, k.step, q, LANES, scores + done * ld, ld, p.D);
+  });
   if (adjusts(p) || cells.some != cells.every) adjust(p, s, block, run, cells.every, scores, ld, slope);
 }
 
@@ -247,11 +247,13 @@ static bool forward(const Problem& p, int64_t b, int64_t head, int64_t row_block
       }
       for (Run run = next_run(own, 0); run.cells; run = next_run(own, run.first + run.cells)) {
         int64_t start = run.first * CELL, n = keys_of(run, keys);
-        const float* weights = at.scores + start * LANES;
-        if (few)
-          mix(p, s.count, weights, v.data + start * v.step, v.step, n, out);
-        else
-          product<Along::rows, Into::sum>(p.V, v.data + start * v.step, v.step, weights, LANES, out, LANES, n);
+        by_pieces(v, start, n, [&](const float* values, int64_t done, int64_t count) {
+          const float* weights = at.scores + (start + done) * LANES;
+          if (few)
+            mix(p, s.count, weights, values, v.step, count, out);
+          else
+            product<Along::rows, Into::sum>(p.V, values, v.step, weights, LANES, out, LANES, count);
+        });
       }
     }
   }

@@ -21,13 +21,19 @@ constexpr int ROWS_AT_ONCE = 64;  // share the keys of a block while they are in
 constexpr int MAX_STEPS = 32;  // of a mask
 constexpr int MAX_DEPTH = 8;   // operands that wait for their operation
 
-enum class Dtype { f32, bf16, f16 };  // of what is stored; all arithmetic is in float
+enum class Dtype { f32, bf16, f16, i8 };  // of what is stored; all arithmetic is in float
 
 // A tensor of four axes: rows of the batch, heads, tokens, width.
 struct Tensor4 {
   void* data;
   Dtype dtype;
   int64_t stride[4];
+
+  // Of keys and values as a cache stores them. In pages: the first axis is of pages, the third of the tokens in one.
+  const int64_t* pages;  // (B, pages of a row), or null: which page a row's tokens are in
+  int64_t pages_stride, page_size;
+  const float* factors;  // what the numbers of a row of the width are multiplied by, for i8
+  int64_t factor_stride[3];
 };
 
 // Least and greatest value of each cell and of each block of keys, (B or 1, cells) and (B or 1, blocks).

@@ -16,7 +16,7 @@ namespace {
 void isa_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isa()); }
 void isas_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isas()); }
 // Changes with the operations and their arguments: kernels/library.py knows by it whether a library fits.
-void interface_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).integer(1); }
+void interface_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).integer(2); }
 
 // Memory to work in, one piece for each thread, kept from call to call unless it is large.
 class Scratch {
@@ -133,8 +133,10 @@ void share_out(Problem& p, std::vector<float>& partial) {
 
 void forward_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Arguments in(stack);
-  const Call call(in);
+  Call call(in);
   const bool wants_state = in.boolean();
+  call.stored = in.integer();
+  call.k_factors = in.optional_tensor(), call.v_factors = in.optional_tensor(), call.pages = in.optional_tensor();
   Setup setup(call);
   Problem& p = setup.problem;
   const Kernel& isa = kernel();
@@ -294,7 +296,10 @@ struct Registration {
     aoti_torch_library_def(definitions, "isas() -> str");
     aoti_torch_library_def(definitions, "interface() -> int");
     aoti_torch_library_def(
-        definitions, "forward(" MULTIHEAD_CALL ", bool wants_state=False) -> (Tensor, Tensor, Tensor, Tensor)");
+        definitions,
+        "forward(" MULTIHEAD_CALL
+        ", bool wants_state=False, int stored=-1, Tensor? k_factors=None, Tensor? v_factors=None, Tensor? pages=None)"
+        " -> (Tensor, Tensor, Tensor, Tensor)");
     aoti_torch_library_def(
         definitions,
         "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor state, " MULTIHEAD_CALL

@@ -73,13 +73,19 @@ Setup::Setup(const Call& call) {
   Problem& p = problem;
   require(call.q.dim() == 4 && call.k.dim() == 4 && call.v.dim() == 4, "q, k, v", "four axes, (B, heads, length, width)");
   p.B = call.q.size(0), p.H = call.q.size(1), p.L = call.q.size(2), p.D = call.q.size(3);
-  p.K = call.k.size(1), p.S = call.k.size(2), p.V = call.v.size(3);
+  p.K = call.k.size(1), p.S = call.stored < 0 ? call.k.size(2) : call.stored, p.V = call.v.size(3);
   require(p.K > 0 && p.H > 0 && p.H % p.K == 0, "k", "heads that divide those of q");
   require(p.D > 0, "q", "a width of at least 1");
-  require(call.q.dtype() == call.k.dtype() && call.q.dtype() == call.v.dtype(), "q, k, v", "one dtype");
+  const bool has_own_dtype = call.stored < 0 && call.q.dtype() != call.k.dtype();
+  require(call.k.dtype() == call.v.dtype() && !has_own_dtype, "q, k, v", "one dtype");
   p.G = p.H / p.K;
   require(p.L <= INT32_MAX && p.S <= INT32_MAX && p.B * p.H <= INT32_MAX, "q, k", "no more than 2^31 tokens or heads");
-  p.q = four("q", call.q, p.H, p.L, p.D), p.k = four("k", call.k, p.K, p.S, p.D), p.v = four("v", call.v, p.K, p.S, p.V);
+  p.q = four("q", call.q, p.H, p.L, p.D);
+  if (call.stored < 0) {
+    p.k = four("k", call.k, p.K, p.S, p.D), p.v = four("v", call.v, p.K, p.S, p.V);
+  } else {
+    p.k = stored("k", call.k, call.k_factors, call, p.D), p.v = stored("v", call.v, call.v_factors, call, p.V);
+  }
   p.scale = static_cast<float>(call.scale), p.softcap = static_cast<float>(call.softcap);
   p.keep_scale = 1;
 
@@ -111,13 +117,55 @@ Tensor4 Setup::four(
                     tensor.size(2) == tokens && tensor.size(3) == width;
   require(fits, name, "a shape that fits the other tensors");
   const Dtype dtype = dtype_of(name, tensor);
-  return {
-      const_cast<void*>(tensor.data()), dtype, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+  Tensor4 found{};
+  found.data = const_cast<void*>(tensor.data()), found.dtype = dtype;
+  for (int i = 0; i < 4; i++) found.stride[i] = tensor.stride(i);
+  return found;
+}
+
+// What a cache stores: (B, K, slots, width), or with pages (pages, K, tokens of a page, width), of any dtype that can be
+// read; of int8 with factors (..., 1).
+Tensor4 Setup::stored(const char* name, const Tensor& tensor, const std::optional<Tensor>& factors, const Call& call,
+                      std::int64_t width) const {
+  const Problem& p = problem;
+  const std::int64_t rows = tensor.size(0), slots = tensor.size(2);
+  require(tensor.size(1) == p.K && tensor.size(3) == width, name, "heads and width that fit the other tensors");
+  Tensor4 found{};
+  found.data = const_cast<void*>(tensor.data());
+  for (int i = 0; i < 4; i++) found.stride[i] = tensor.stride(i);
+  if (factors) {
+    const bool fits = factors->dim() == 4 && factors->size(0) == rows && factors->size(1) == p.K &&
+                      factors->size(2) == slots && factors->size(3) == 1;
+    require(fits && factors->dtype() == aoti_torch_dtype_float32(), name, "a float32 factor for each row of the width");
+    require(tensor.dtype() == aoti_torch_dtype_int8(), name, "int8, where there are factors");
+    found.dtype = Dtype::i8, found.factors = factors->data<float>();
+    for (int i = 0; i < 3; i++) found.factor_stride[i] = factors->stride(i);
+  } else {
+    found.dtype = dtype_of(name, tensor);
+  }
+  if (!call.pages) {
+    require(rows == p.B && slots >= p.S, name, "a row for each of the batch, with all tokens");
+    return found;
+  }
+  const Tensor& pages = *call.pages;
+  require(pages.dim() == 2 && pages.size(0) == p.B && pages.dtype() == aoti_torch_dtype_int64(), "pages", "int64 (B, n)");
+  require(pages.size(1) <= 1 || pages.stride(1) == 1, "pages", "each row's side by side");
+  require(slots > 0 && pages.size(1) * slots >= p.S, "pages", "enough for all tokens");
+  found.pages = pages.data<std::int64_t>(), found.pages_stride = pages.stride(0), found.page_size = slots;
+  for (std::int64_t b = 0; b < p.B; b++) {
+    for (std::int64_t i = 0; i < pages.size(1); i++) {
+      const std::int64_t page = found.pages[b * found.pages_stride + i];
+      require(page >= 0 && page < rows, "pages", "numbers of pages that there are");
+    }
+  }
+  return found;
 }
 
 Tensor4 Setup::four(Tensor& tensor) const {
-  const Dtype dtype = dtype_of("result", tensor);
-  return {tensor.write(), dtype, {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)}};
+  Tensor4 found{};
+  found.dtype = dtype_of("result", tensor), found.data = tensor.write();
+  for (int i = 0; i < 4; i++) found.stride[i] = tensor.stride(i);
+  return found;
 }
 
 std::uint8_t* Setup::room_for_seen() {

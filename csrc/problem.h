@@ -23,6 +23,10 @@ struct Call {
   std::optional<Tensor> seed;
   std::optional<double> lowest;  // of the bias: this and below hides; by default half of the lowest number of its dtype
 
+  // Where k and v are what a cache stores: how many tokens, the factors of int8, and the pages that they are in.
+  std::int64_t stored = -1;  // they are not
+  std::optional<Tensor> k_factors, v_factors, pages;
+
   explicit Call(Arguments& in);
 };
 
@@ -40,6 +44,8 @@ class Setup {
   std::uint8_t* room_for_seen();
 
  private:
+  Tensor4 stored(const char* name, const Tensor& tensor, const std::optional<Tensor>& factors, const Call& call,
+                 std::int64_t width) const;
   void read_mask(const Call& call);
   template <typename T>
   struct Sides {

@@ -1,4 +1,5 @@
-// Reading and writing what tensors hold: float, bfloat16 or float16, in any layout. Arithmetic is in float throughout.
+// Reading and writing what tensors hold: float, bfloat16 or float16, in any layout, and what caches store: pages, int8.
+// Arithmetic is in float throughout.
 #pragma once
 
 #include "kernel.h"
@@ -77,6 +78,27 @@ static void copy_row(const Tensor4& t, int64_t offset, int64_t n, float* to) {
   }
 }
 
+// How many of n tokens from `token` on lie evenly one after the other: those of a page.
+INLINE int64_t together(const Tensor4& t, int64_t token, int64_t n) {
+  if (!t.pages) return n;
+  int64_t left = t.page_size - token % t.page_size;
+  return left < n ? left : n;
+}
+
+// Where a token of a head is, by the strides of the numbers or of their factors.
+INLINE int64_t stored_at(const Tensor4& t, const int64_t* stride, int64_t b, int64_t head, int64_t token) {
+  if (!t.pages) return b * stride[0] + head * stride[1] + token * stride[2];
+  int64_t page = t.pages[b * t.pages_stride + token / t.page_size];
+  return page * stride[0] + head * stride[1] + token % t.page_size * stride[2];
+}
+
+static void copy_bytes(const int8_t* from, int64_t step, float factor, int64_t n, float* to) {
+  if (step == 1)
+    for (int64_t i = 0; i < n; i++) to[i] = float(from[i]) * factor;
+  else
+    for (int64_t i = 0; i < n; i++) to[i] = float(from[i * step]) * factor;
+}
+
 // A row as floats: in place where it can be, else in `room`.
 static const float* read_row(const Tensor4& t, int64_t b, int64_t head, int64_t token, int64_t n, float* room) {
   int64_t offset = offset_of(t, b, head, token);
@@ -102,11 +124,25 @@ static void write_row(const Tensor4& t, int64_t b, int64_t head, int64_t token, 
     for (int64_t i = 0; i < n; i++) to[i * step] = to_f16(from[i]);
 }
 
-// Some keys or values as rows of floats, `step` apart.
+// Some keys or values as rows of floats, `step` apart, or in the pages of `paged` from token `first` of a head on.
 struct Rows {
   const float* data;
   int64_t step;
+  const Tensor4* paged;
+  int64_t b, head, first;
 };
+
+// Calls use(rows, start, count) for `n` of the rows, from `start` on, in pieces that lie evenly; each counts its start
+// from there.
+template <typename Use>
+INLINE void by_pieces(const Rows& rows, int64_t start, int64_t n, const Use& use) {
+  if (!rows.paged) return use(rows.data + start * rows.step, 0, n);
+  for (int64_t done = 0; done < n;) {
+    int64_t token = rows.first + start + done, count = together(*rows.paged, token, n - done);
+    use(rows.data + stored_at(*rows.paged, rows.paged->stride, rows.b, rows.head, token), done, count);
+    done += count;
+  }
+}
 
 // How many keys a block has; the last of a head may have fewer.
 INLINE int64_t keys_in(const Problem& p, int64_t block) {
@@ -119,18 +155,29 @@ INLINE int64_t keys_in(const Problem& p, int64_t block) {
 // come back as 0 * NaN.
 static Rows read_keys(const Problem& p, const Tensor4& t, int64_t b, int64_t head, int64_t first, int64_t n,
                       uint32_t cells, int64_t width, bool whole_vectors, float* room) {
-  if (is_plain(t) && !p.seen && (!whole_vectors || width % W == 0))
-    return {(const float*)t.data + offset_of(t, b, head, first), t.stride[2]};
+  if (is_plain(t) && !p.seen && (!whole_vectors || width % W == 0)) {
+    if (t.pages) return {(const float*)t.data, t.stride[2], &t, b, head, first};
+    return {(const float*)t.data + offset_of(t, b, head, first), t.stride[2], nullptr, 0, 0, 0};
+  }
   int64_t step = padded(width);
   const uint8_t* seen = p.seen ? p.seen + (b * p.K + head) * p.S + first : nullptr;
-  for (int64_t i = 0; i < n; i++) {
-    if (!(cells >> (i / CELL) & 1)) continue;
-    float* row = room + i * step;
-    bool wanted = !seen || seen[i];
-    if (wanted) copy_row(t, offset_of(t, b, head, first + i), width, row);
-    for (int64_t j = wanted ? width : 0; j < step; j++) row[j] = 0;
+  for (int64_t start = 0; start < n;) {
+    int64_t stop = start + together(t, first + start, n - start);
+    int64_t place = stored_at(t, t.stride, b, head, first + start);
+    const float* factors = t.factors ? t.factors + stored_at(t, t.factor_stride, b, head, first + start) : nullptr;
+    for (int64_t i = start; i < stop; i++, place += t.stride[2]) {
+      if (!(cells >> (i / CELL) & 1)) continue;
+      float* row = room + i * step;
+      bool wanted = !seen || seen[i];
+      if (wanted && factors)
+        copy_bytes((const int8_t*)t.data + place, t.stride[3], factors[(i - start) * t.factor_stride[2]], width, row);
+      else if (wanted)
+        copy_row(t, place, width, row);
+      for (int64_t j = wanted ? width : 0; j < step; j++) row[j] = 0;
+    }
+    start = stop;
   }
-  return {room, step};
+  return {room, step, nullptr, 0, 0, 0};
 }
 
 // Memory for one thread, handed out piece by piece. With no memory behind it, it only counts.

@@ -52,6 +52,7 @@ std::int32_t aoti_torch_dtype_bfloat16();
 std::int32_t aoti_torch_dtype_float16();
 std::int32_t aoti_torch_dtype_int64();
 std::int32_t aoti_torch_dtype_int32();
+std::int32_t aoti_torch_dtype_int8();
 std::int32_t aoti_torch_dtype_bool();
 
 // Lists and strings.

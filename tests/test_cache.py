@@ -11,7 +11,7 @@ import multihead as mh
 from cache_cases import CHUNKS, POSITIONS, STORAGES, WINDOW, E, H, close, f64, filled, in_chunks, layer, tokens
 from cases import draw
 from multihead import KVCache, PagePool
-from multihead.cache_storage import Format
+from multihead.cache_format import Format
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead import reference
+from multihead.cache_format import Stored
 from multihead.errors import bad_type, bad_value, describe
 from multihead.kernels import FAST, Kernel, native, rows, small
 from multihead.kernels.autograd import recording
@@ -111,6 +112,54 @@ def attention(
         assert lse is not None
         return out, lse
     return out
+
+
+def attention_over(
+    q: Tensor,
+    held: Stored,
+    mask: Mask | None = None,
+    *,
+    bias: Tensor | Position | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> Tensor:
+    """What `attention` gives over what a cache holds: read where it lies if the native kernel can, else as a copy.
+
+    Args:
+        q: (*batch, H, L, D), in the dtype in which the cache's tokens came.
+        held: the keys and values.
+        mask, bias, scale, softcap, sinks, dropout, q_positions, k_positions: as of `attention`.
+
+    Raises:
+        ValueError, TypeError: as `attention`.
+    """
+    apart = not held.is_as_it_came and not torch.is_grad_enabled() and not torch.is_autocast_enabled(q.device.type)
+    if apart and native.can_read(q, held):
+        dtype = torch.float32 if sinks is not None else q.dtype  # then there is a product to come: one rounding in all
+        k, v = (
+            q.new_empty(1, dtype=dtype).expand(*held.batch, numbers.shape[1], held.tokens, numbers.shape[3])
+            for numbers, *_ in held.sides()
+        )  # of the right shapes, in the place of what is not made
+        request = make_request(
+            q.to(dtype), k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, sinks is not None,
+            reference.attention,
+        )  # fmt: skip
+        if not native.refusals(request):
+            out, lse = native.run_over(request, held)
+            if sinks is not None:
+                _check_sinks(sinks, q)
+                assert lse is not None
+                out, _ = _with_sinks(out, lse, sinks)
+            return _as(q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
+    k, v = held.read()
+    return attention(
+        q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
+        q_positions=q_positions, k_positions=k_positions,
+    )  # fmt: skip
 
 
 def _as(dtype: torch.dtype | None, out: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multihead.cache_format import Format, Stored
 from multihead.cache_ledger import Ledger, Step, check_counts, check_keep, check_places, check_rows
 from multihead.cache_pages import PagePool, Pages
 from multihead.cache_state import from_state, to_state
-from multihead.cache_storage import Format, Place, Rows, Storage, check_tokens
+from multihead.cache_storage import Place, Rows, Storage, check_tokens
 from multihead.errors import bad_type, bad_value, check_size, describe
 from multihead.masks import window
 
@@ -43,8 +44,9 @@ class KVCache:
         dtype: the stored form: None as the tokens come, torch.bfloat16 or another floating dtype, or torch.int8 with
             a scale for each head of each token. What is read has the dtype of what came. For "paged" it is the pool's.
 
-    Rows may be of different length. Of the dtypes, only None is read without converting, and of the storages all but
-    "paged" without copying. Decode under `torch.no_grad()`: where gradients are recorded each call makes new tensors.
+    Rows may be of different length. Decode under `torch.no_grad()`: where gradients are recorded each call makes new
+    tensors. Without, a layer on a CPU reads pages, bfloat16, float16 and int8 where they lie (by the native kernel);
+    elsewhere, and by `append` and `read`, they are copied, or converted, for each call.
 
     Attributes:
         frozen: whether nothing can be added, as in a cache of an encoder's output: see `Attention.context_cache`.
@@ -122,7 +124,11 @@ class KVCache:
         Raises:
             ValueError: it holds nothing yet.
         """
-        return self._read(0, self._held().stop)
+        return self.stored().read()
+
+    def stored(self) -> Stored:
+        """What `read` gives, in the form in which it is stored. Errors: as of `read`."""
+        return self._stored(self._held().stop)
 
     def next_positions(self, L: int, keep: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
         """Where the next L tokens of each row stand by default: after its last one.
@@ -168,7 +174,7 @@ class KVCache:
         """
         check_tokens(k, v)
         step = self.prepare(tuple(k.shape[:-3]), k.shape[-2], k.device, positions=positions, keep=keep)
-        return *self._add(step, k, v), step
+        return *self._add(step, k, v).read(), step
 
     def prepare(
         self,
@@ -221,16 +227,12 @@ class KVCache:
         k_at = after.slot_positions(first, device)
         return Step(S, mask, find_places(), k_at, find_places, place, after, self._ledger, moves)
 
-    def write(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the tokens that `step` was prepared for. Arguments and errors: as of `append`.
-
-        Returns:
-            The keys and values that the new tokens attend to, (*batch, K, S, width).
-        """
+    def write(self, step: Step, k: Tensor, v: Tensor) -> Stored:
+        """Add the tokens that `step` was prepared for; what they attend to, as it is stored. Else as `append`."""
         check_tokens(k, v)
         return self._add(step, k, v)
 
-    def _add(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _add(self, step: Step, k: Tensor, v: Tensor) -> Stored:
         """`write`, of checked tokens."""
         place, after = step._place, step._after
         if place is None or after is None:
@@ -241,14 +243,12 @@ class KVCache:
             raise bad_value("k", f"L={place.L} tokens with the batch axes {after.batch}, as prepared", describe(k))
         kind = (k.shape[-3], k.shape[-1], v.shape[-1], k.dtype, k.device)
         if self._kind and kind != self._kind:
-            names = ("K", "D", "V", "dtype", "device")
-            told = [", ".join(f"{n}={x}" for n, x in zip(names, of, strict=True)) for of in (self._kind, kind)]
-            raise bad_value("cache", f"tokens like those that it holds, {told[0]}", told[1], "", "Make another cache.")
+            form = "K={}, D={}, V={}, dtype={}, device={}"
+            own, got = (form.format(*tokens) for tokens in (self._kind, kind))
+            raise bad_value("cache", f"tokens like those that it holds, {own}", got, "", "Make another cache.")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             self._check_keeps_gradients()
-        if k.is_complex() and self._format.dtype is not None:
-            expected, otherwise = "stored as it comes where it is complex", "The imaginary parts would be lost."
-            raise bad_value("k", expected, f"{k.dtype} for a cache of {self._format.dtype}", otherwise)
+        self._format.check(k)
         if k.ndim != 4:
             k, v = (x.reshape(len(place.starts), *x.shape[-3:]) for x in (k, v))
         new = [*self._format.stored(k), *self._format.stored(v)]
@@ -256,7 +256,7 @@ class KVCache:
             self._ledger = self._with_last(self._ledger)  # true already, should writing fail
         self._store.write(new, place)
         self._kind, self._ledger = kind, after
-        found = self._read(after.stop - step.S, after.stop)
+        found = self._stored(step.S)
         if self._room is not None and after.stop > self._room:  # a chunk larger than the ring
             self._ledger = self._with_last(after)
         return found
@@ -362,7 +362,7 @@ class KVCache:
         the dtype of what is read; `frozen`. Empty for an empty cache."""
         if self._ledger is None:
             return {}
-        parts = self._store.read(0, self._ledger.stop)
+        parts = self.stored().in_rows().parts
         return to_state(self._ledger, self._format, parts, self._kind[3], self.frozen)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -414,12 +414,11 @@ class KVCache:
             raise bad_value("cache", "one that tokens were added to", "an empty one")
         return self._ledger
 
-    def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        parts, count = self._store.read(start, stop), len(self._format.names) // 2
-        k = self._format.restored(parts[:count], self._kind[3])
-        v = self._format.restored(parts[count:], self._kind[3])
-        batch = self._held().batch
-        return (k, v) if len(batch) == 1 else (k.view(*batch, *k.shape[1:]), v.view(*batch, *v.shape[1:]))
+    def _stored(self, S: int) -> Stored:
+        """The last S slots."""
+        ledger = self._held()
+        parts, pages = self._store.parts_of(ledger.stop - S, ledger.stop)
+        return Stored(self._format, parts, pages, S, ledger.batch, self._kind[3])
 
     def _check_capacity(self, place: Place) -> None:
         most = max(place.ends, default=0)

@@ -7,7 +7,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from multihead.cache_storage import Format, Place
+from multihead.cache_format import Format
+from multihead.cache_storage import Place
 from multihead.errors import bad_value, check_size
 
 
@@ -93,6 +94,7 @@ class Pages:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.tables: list[list[int]] = []
+        self._numbers: Tensor | None = None  # the tables as `_table` gives them, made anew once they have changed
 
     def __del__(self) -> None:
         self.clear()
@@ -112,36 +114,37 @@ class Pages:
             raise bad_value("pool", f"{needed} free pages for these tokens", got, "The cache is as it was.", instead)
 
     def write(self, new: list[Tensor], place: Place) -> None:
-        self.pool.allocate(new)
         size = self.pool.page_size
         if not self.tables:
+            self.pool.allocate(new)
             self.tables = [[] for _ in place.starts]
         for table, start, stop in zip(self.tables, place.starts, place.ends, strict=True):
             if stop > start and start % size:
                 self._own(table, start // size)
             while len(table) < self._pages(stop):
                 table.append(self.pool.take())
+                self._numbers = None
+        if place.L == 1 and place.keep is None:  # as generating does, token after token
+            ends = zip(self.tables, place.starts, strict=True)
+            at = torch.tensor([table[slot // size] * size + slot % size for table, slot in ends], device=new[0].device)
+            for part, tokens in zip(self.pool.parts, new, strict=True):
+                part.flatten(1, 2).index_copy_(1, at, tokens[:, :, 0].transpose(0, 1))
+            return
         rows, places, slots = place.rows_and_slots(new[0].device)
         at = self._table(new[0].device)[rows, slots // size] * size + slots % size  # (N,) of the pool's tokens
         for part, tokens in zip(self.pool.parts, new, strict=True):
             part.flatten(1, 2).index_copy_(1, at, tokens.transpose(0, 1)[:, rows, places])
 
-    def read(self, start: int, stop: int) -> list[Tensor]:
-        """A copy, as pages lie anywhere; slots that a row does not have hold what happens to be there."""
-        size = self.pool.page_size
-        first = start // size
-        pages = self._table(self.pool.parts[0].device)[:, first : self._pages(stop)]
-        found = []
-        for part in self.pool.parts:
-            tokens = part.index_select(1, pages.flatten())  # (K, B * pages, page_size, width)
-            tokens = tokens.view(part.shape[0], len(pages), pages.shape[1] * size, part.shape[3]).transpose(0, 1)
-            found.append(tokens[:, :, start - first * size : stop - first * size])
-        return found
+    def parts_of(self, start: int, stop: int) -> tuple[list[Tensor], Tensor | None]:
+        assert start == 0  # no ring is in pages
+        pages = self._table(self.pool.parts[0].device)[:, : self._pages(stop)]
+        return [part.transpose(0, 1) for part in self.pool.parts], pages
 
     def truncate(self, lengths: list[int]) -> None:
         for table, length in zip(self.tables, lengths, strict=True):
             while len(table) > self._pages(length):
                 self.pool.give_back(table.pop())
+                self._numbers = None
 
     def reorder(self, rows: list[int], lengths: list[int]) -> None:
         del lengths
@@ -164,7 +167,7 @@ class Pages:
         for table in self.tables:
             for page in table:
                 self.pool.give_back(page)
-        self.tables = []
+        self.tables, self._numbers = [], None
 
     @property
     def nbytes(self) -> int:
@@ -177,16 +180,17 @@ class Pages:
 
     def _table(self, device: torch.device) -> Tensor:
         """(B, pages): page 0 where a row has fewer."""
-        longest = max(map(len, self.tables), default=0)
-        return torch.tensor(
-            [table + [0] * (longest - len(table)) for table in self.tables], dtype=torch.int64, device=device
-        ).view(len(self.tables), longest)
+        if self._numbers is None:
+            longest = max(map(len, self.tables), default=0)
+            padded = [table + [0] * (longest - len(table)) for table in self.tables]
+            self._numbers = torch.tensor(padded, dtype=torch.int64, device=device).view(len(self.tables), longest)
+        return self._numbers
 
     def _own(self, table: list[int], at: int) -> None:
         """Make sure that nobody else holds a page that is about to be written."""
         page = table[at]
         if self.pool.others(page):
-            table[at] = self.pool.take()
+            table[at], self._numbers = self.pool.take(), None
             for part in self.pool.parts:
                 part[:, table[at]] = part[:, page]
             self.pool.give_back(page)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from multihead.cache_format import Format
 from multihead.cache_ledger import Ledger
-from multihead.cache_storage import Format, Place
+from multihead.cache_storage import Place
 from multihead.errors import bad_value
 
 

@@ -1,14 +1,13 @@
 """Where a `KVCache` keeps its numbers: what a storage is, and the one in rows of a buffer. That of pages is in
 `cache_pages.py`.
 
-A storage holds parts: tensors (B, K, slots, width) that are written, read, reordered and let go together. `Format` says
-which parts a tensor becomes: itself, itself in another dtype, or int8 with a scale for each row of D numbers. Slot s of
-row b is the token that row b got as its s-th; a storage knows nothing of positions, masks or capacities.
+A storage holds parts: tensors (B, K, slots, width) that are written, read, reordered and let go together. Which parts
+keys and values become is in `cache_format.py`. Slot s of row b is the token that row b got as its s-th; a storage knows
+nothing of positions, masks or capacities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,37 +16,6 @@ from torch import Tensor
 from multihead.errors import bad_type, bad_value, describe
 
 _FIRST_SLOTS = 64  # what a buffer starts with; from then on it doubles, so that a token is copied about once
-
-
-class Format:
-    """The stored form of keys and values.
-
-    Args:
-        dtype: None keeps them as they come; a floating dtype converts; torch.int8 rounds to 255 steps of the largest
-            magnitude of each head of each token, whose scale is kept in float32.
-    """
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        if dtype is not None and not (
-            isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype == torch.int8)
-        ):
-            raise bad_type("dtype", "a floating dtype, torch.int8, or None to keep what comes", str(dtype))
-        self.dtype = dtype
-        self.names = ("k", "v") if dtype != torch.int8 else ("k", "k_scale", "v", "v_scale")  # of the parts
-
-    def stored(self, x: Tensor) -> list[Tensor]:
-        """The parts of x (B, K, L, D)."""
-        if self.dtype != torch.int8:
-            return [x if self.dtype is None else x.to(self.dtype)]
-        x = x.float()
-        scale = x.abs().amax(-1, keepdim=True) / 127
-        return [(x / torch.where(scale == 0, 1.0, scale)).round().to(torch.int8), scale]
-
-    def restored(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """What the parts stand for; without a copy where they are of that dtype already."""
-        if len(parts) == 1:
-            return parts[0] if parts[0].dtype == dtype else parts[0].to(dtype)
-        return (parts[0].float() * parts[1]).to(dtype)
 
 
 class Place(NamedTuple):
@@ -81,7 +49,8 @@ class Place(NamedTuple):
 
 
 class Storage(Protocol):
-    """What a cache asks of its storage. `check` comes before `write`, which then does not fail."""
+    """What a cache asks of its storage. `check` comes before `write`, which then does not fail. `parts_of` gives the
+    parts and pages of some slots, as `Stored` has them; views, which the next change may write over."""
 
     differentiable: bool
 
@@ -89,7 +58,7 @@ class Storage(Protocol):
 
     def write(self, new: list[Tensor], place: Place) -> None: ...
 
-    def read(self, start: int, stop: int) -> list[Tensor]: ...
+    def parts_of(self, start: int, stop: int) -> tuple[list[Tensor], Tensor | None]: ...
 
     def truncate(self, lengths: list[int]) -> None: ...
 
@@ -137,9 +106,9 @@ class Rows:
         for part, tokens in zip(self.parts, new, strict=True):
             part.transpose(1, 2)[rows, slots] = tokens.transpose(1, 2)[rows, places]
 
-    def read(self, start: int, stop: int) -> list[Tensor]:
+    def parts_of(self, start: int, stop: int) -> tuple[list[Tensor], Tensor | None]:
         self._held = torch.is_grad_enabled()
-        return [part[:, :, start:stop] for part in self.parts]
+        return [part[:, :, start:stop] for part in self.parts], None
 
     def keep_last(self, lengths: list[int], count: int, slots: int) -> None:
         """Move the last `count` tokens of each row to its first slots, in a buffer of that many slots."""

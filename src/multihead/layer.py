@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from multihead import whole
-from multihead.attention import attention, attention_with_weights
+from multihead.attention import attention, attention_over, attention_with_weights
 from multihead.cache import KVCache
+from multihead.cache_format import Stored
 from multihead.cache_ledger import Step
 from multihead.cache_pages import PagePool
 from multihead.errors import bad_type, bad_value, check_probability, check_size, describe
@@ -191,15 +192,17 @@ class AttentionLayer(Projections):
         is_bare = query is key and key is value and mask is None and layouts[0] is None and not scores
         if is_bare and cache is None and whole.why_not(self, query, look == "average") is None:
             return whole.run(self, query, look)
+        dropout = self.dropout if self.training else 0.0
         if cache is not None and step is not None:
-            q, k, v = self._with_cache(cache, step, query, key, value, layouts)
+            q, held = self._with_cache(cache, step, query, key, value, layouts)
             if step.mask is not None:
                 mask = step.mask if mask is None else step.mask & mask
+            out, weights = self.attend_stored(q, held, mask, look, dropout, scores)
         else:
             # Shapes: (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V).
             q, k, v = self.project(query, key, value, layouts)
             q, k = self._placed(q, k, q_positions, k_positions)
-        out, weights = self.attend(q, k, v, mask, look, self.dropout if self.training else 0.0, scores)
+            out, weights = self.attend(q, k, v, mask, look, dropout, scores)
         out = out.transpose(-2, -3)  # (*batch, L, H, V)
         out = (out if layouts[0] is None else layouts[0].back(out)).flatten(-2)
         if self.gate_proj is not None:
@@ -226,15 +229,15 @@ class AttentionLayer(Projections):
         key: Tensor,
         value: Tensor,
         layouts: tuple[Layout | None, Layout | None],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q of the call; k and v of all that the cache holds then."""
+    ) -> tuple[Tensor, Stored]:
+        """q of the call, and all that the cache holds then."""
         if cache.frozen:
             (q,) = self.project_some({"q": query}, layouts)
             q, _ = self._placed(q, q[..., :0, :], step.places, step.places[..., :0])
-            return q, *cache.read()
+            return q, cache.stored()
         q, k, v = self.project(query, key, value, layouts)
         q, k = self._placed(q, k, step.places, step.places)
-        return q, *cache.write(step, k, v)
+        return q, cache.write(step, k, v)
 
     def cache_step(
         self,
@@ -342,6 +345,20 @@ class AttentionLayer(Projections):
         if look is None:
             return attention(q, k, v, mask, dropout=dropout, **scores), None
         return attention_with_weights(q, k, v, mask, average=look == "average", dropout=dropout, **scores)
+
+    def attend_stored(
+        self,
+        q: Tensor,
+        held: Stored,
+        mask: Mask | None,
+        look: Look | None,
+        dropout: float,
+        scores: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `attend` gives over what a cache holds, which is read where it lies if that can be."""
+        if look is None and _is_own(self.attend):
+            return attention_over(q, held, mask, dropout=dropout, **scores), None
+        return self.attend(q, *held.read(), mask, look, dropout, scores)
 
     def check_kind(self, name: str, tensor: Tensor) -> None:
         """Whether an input has the layer's dtype, or autocast will give it one, and its device."""

@@ -19,7 +19,7 @@ import torch
 import multihead
 
 NAME = "libmultihead_native.so"
-INTERFACE = 1  # the operations and their arguments, as csrc/op.cpp has them too
+INTERFACE = 2  # the operations and their arguments, as csrc/op.cpp has them too
 
 
 @dataclass(frozen=True)

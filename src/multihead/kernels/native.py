@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from multihead.cache_format import Stored
 from multihead.kernels import library
 from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
 from multihead.kernels.native_shapes import GRAD_BIAS, GRAD_KV, GRAD_Q
@@ -26,6 +27,7 @@ from multihead.request import Request
 NAME = "native"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED = (*_DTYPES, torch.int8)  # by a cache
 _LEAST_SOFTCAP = 1e-30  # what is divided by it has to fit a float
 
 
@@ -98,6 +100,22 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
         out, lse, _, _ = torch.ops.multihead.forward.default(request.q, request.k, request.v, scale=request.scale)
         return out, lse
     out, lse, _ = _attend(request, *_scores(request), wants_state=False)
+    return out, lse
+
+
+def can_read(q: Tensor, held: Stored) -> bool:
+    """Whether `run_over` may read what a cache holds where it lies, for queries that fit it."""
+    return q.dtype == held.dtype and q.dtype in _DTYPES and all(part.dtype in _STORED for part in held.parts)
+
+
+def run_over(request: Request, held: Stored) -> tuple[Tensor, Tensor | None]:
+    """As `run`, over what a cache holds in the place of the request's k and v, which only have the shapes."""
+    (k, *k_scale), (v, *v_scale) = held.sides()
+    factors = (k_scale[0], v_scale[0]) if k_scale and v_scale else (None, None)
+    bias, scores = _scores(request)
+    out, lse, _, _ = torch.ops.multihead.forward.default(
+        request.q, k, v, bias, *scores, False, held.tokens, *factors, held.pages
+    )
     return out, lse
 
 
