@@ -126,7 +126,8 @@ class Pages:
                 self._numbers = None
         if place.L == 1 and place.keep is None:  # as generating does, token after token
             ends = zip(self.tables, place.starts, strict=True)
-            at = torch.tensor([table[slot // size] * size + slot % size for table, slot in ends], device=new[0].device)
+            found = [table[slot // size] * size + slot % size for table, slot in ends]
+            at = torch.tensor(found, dtype=torch.int64, device=new[0].device)
             for part, tokens in zip(self.pool.parts, new, strict=True):
                 part.flatten(1, 2).index_copy_(1, at, tokens[:, :, 0].transpose(0, 1))
             return
