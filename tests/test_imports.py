@@ -26,6 +26,7 @@ TIERS = [
     {"reference", "request"},
     {"kernels"},
     {"attention", "projections"},
+    {"weights"},
     {"whole"},
     {"layer"},
     {"module"},
@@ -39,7 +40,13 @@ TIERS = [
 ]
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
 # Of one tier, and strangers.
-APART = [("reference", "request"), ("attention", "projections"), ("explain", "doctor"), ("models", "explain")]
+APART = [
+    ("reference", "request"),
+    ("attention", "projections"),
+    ("weights", "projections"),
+    ("explain", "doctor"),
+    ("models", "explain"),
+]
 COMMAND_LINE = {"cli": {"typer", "rich"}, "commands": {"typer", "rich"}, "demo": {"rich"}}
 # Others are imported by name, where they are needed: see training/packages.py.
 COMMAND_LINE |= {"training": {"rich", "matplotlib"}}

@@ -7,9 +7,9 @@ from torch import nn
 import multihead as mh
 from cases import assert_within_budget, draw, own_error, roundings
 from multihead import reference, whole
-from multihead.attention import attention_weights, attention_with_weights
 from multihead.kernels import rows, small
 from multihead.request import make_request
+from multihead.weights import Look, attention_weights, attention_with_weights
 
 f64 = torch.float64
 # bytes of scores at a time: a row of one head, some rows, whole heads, everything
@@ -184,7 +184,7 @@ def test_together_is_each_by_itself():
         case = draw(number) if number % 3 else draw(number).to(torch.float32)
         wide = case.to(f64)
         own = own_error(case, wide) if case.q.dtype != f64 else None
-        out, mean = attention_with_weights(case.q, case.k, case.v, case.mask, average=True, **case.options)
+        out, mean = attention_with_weights(case.q, case.k, case.v, case.mask, look=Look(average=True), **case.options)
         weights = attention_weights(case.q, case.k, case.mask, **case.options)
         exact = reference.attention(wide.q, wide.k, wide.v, wide.mask, **wide.options)
         assert_within_budget([out, weights], [exact.out, exact.weights], own, case.told, ["out", "weights"])
@@ -199,7 +199,7 @@ def test_dropout_leaves_the_weights_alone(dtype):
         outs = []
         for _ in range(2):
             torch.manual_seed(0)
-            out, mean = attention_with_weights(q, k, v, mask, average=True, dropout=0.5)
+            out, mean = attention_with_weights(q, k, v, mask, look=Look(average=True), dropout=0.5)
             outs.append(out)
         exact = reference.attention(q, k, v, mask)
         assert_within_budget([mean], [exact.weights.mean(-3)], roundings(dtype), "mean", ["mean"])

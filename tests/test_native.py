@@ -14,8 +14,8 @@ import torch
 import multihead as mh
 import native_cases
 from cases import assert_within_budget, by_kernel, by_reference, draw, names, own_error
-from multihead.attention import attention_with_weights
 from multihead.kernels import library
+from multihead.weights import Look, attention_with_weights
 from native_cases import DTYPES, KINDS
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=f"there is no native library: {library.why_not()}")
@@ -158,6 +158,6 @@ def test_rows_of_a_batch_and_heads_have_the_bits_of_each_alone():
 def test_weights_of_a_large_table():
     """One that is asked for in large pages, whole and the part that does not fill one."""
     q, k = torch.randn(2, 1, 1, 2111, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    _, weights = attention_with_weights(q, k, k, average=False)
+    _, weights = attention_with_weights(q, k, k, look=Look(average=False))
     assert weights.numel() * 4 > 16 << 20
     torch.testing.assert_close(weights, (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1), rtol=1e-4, atol=1e-7)

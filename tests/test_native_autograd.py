@@ -12,8 +12,8 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import reference
-from multihead.attention import attention_with_weights
 from multihead.kernels import library
+from multihead.weights import Look, attention_with_weights
 from native_calls import OPTIONS, B, L, S, bf16, close, f32, f64, forward_mode, leaves, loss, native
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=f"there is no native library: {library.why_not()}")
@@ -223,7 +223,7 @@ def test_a_mask_that_changes_before_a_gradient_of_the_weights_is_noticed():
     """It comes from the definition, which reads the caller's ids; the kernel had a copy of another dtype."""
     q, k = torch.randn(2, 1, 1, 5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_().unbind()
     ids = torch.tensor([0, 0, 1, 1, 1], dtype=torch.int32)  # read as int64
-    _, weights = attention_with_weights(q, k, k, mh.documents(ids), average=False)
+    _, weights = attention_with_weights(q, k, k, mh.documents(ids), look=Look(average=False))
     weights.square().sum().backward(retain_graph=True)
     ids.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

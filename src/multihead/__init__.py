@@ -5,7 +5,7 @@
 kernel runs and why. True means *may attend*.
 """
 
-from multihead.attention import KERNELS, KernelRefusal, attention, attention_weights
+from multihead.attention import KERNELS, KernelRefusal, attention
 from multihead.cache import KVCache
 from multihead.cache_pages import PagePool
 from multihead.compat import MultiheadAttention
@@ -16,6 +16,7 @@ from multihead.module import Attention
 from multihead.positions import ALiBi, Position, RelativeBias, T5Bias
 from multihead.rotary import LinearScaling, Llama3Scaling, NTKScaling, Rotary, YarnScaling
 from multihead.swapping import SwapReport, swap, unswap
+from multihead.weights import attention_weights
 
 __version__ = "0.1.0"
 

@@ -1,14 +1,13 @@
 """The one door to attention: check everything, ask the kernels in order, run one, then what is over (out, lse).
 
-`attention` computes, `attention_weights` gives the matrix to those who want to look at it, `choose` says which kernel
-is taken and why the others are not.
+`attention` computes, and `choose` says which kernel is taken and why the others are not. For weights see `weights.py`.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -16,13 +15,12 @@ from torch import Tensor
 from multihead import reference
 from multihead.cache_format import Stored
 from multihead.errors import bad_type, bad_value, describe
-from multihead.kernels import FAST, Kernel, native, rows, small
-from multihead.kernels.autograd import recording
+from multihead.kernels import FAST, Kernel, native
 from multihead.masks import Mask
 from multihead.positions import Position
 from multihead.request import Request, make_request
 
-__all__ = ["KERNELS", "Choice", "KernelRefusal", "attention", "attention_weights", "choose"]
+__all__ = ["KERNELS", "Choice", "KernelRefusal", "attention", "choose"]
 
 _NOTHING = nullcontext()
 
@@ -86,7 +84,7 @@ def attention(
 
     Under autocast q, k and v are converted to its dtype, as torch's own attention does.
     """
-    q, k, v, device, without = _from_autocast(q, k, v)
+    q, k, v, device, without = from_autocast(q, k, v)
     if return_lse is not True and return_lse is not False:
         raise bad_type("return_lse", "True or False", return_lse)
     dtype = q.dtype if isinstance(q, Tensor) else None
@@ -99,12 +97,12 @@ def attention(
             q, k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, reference.attention
         )
         if sinks is not None:
-            _check_sinks(sinks, q)
-        out, lse = (_first(request) if kernel is None else _named(request, kernel)).run(request)
+            check_sinks(sinks, q)
+        out, lse = (first(request) if kernel is None else _named(request, kernel)).run(request)
         if sinks is not None:
             assert lse is not None
             out, lse = _with_sinks(out, lse, sinks)
-    out = _as(dtype, out)
+    out = in_dtype(dtype, out)
     if q.ndim != 4:
         out = out.reshape(*q.shape[:-1], v.shape[-1])
         lse = lse if lse is None else lse.reshape(q.shape[:-1])
@@ -151,10 +149,10 @@ def attention_over(
         if not native.refusals(request):
             out, lse = native.run_over(request, held)
             if sinks is not None:
-                _check_sinks(sinks, q)
+                check_sinks(sinks, q)
                 assert lse is not None
                 out, _ = _with_sinks(out, lse, sinks)
-            return _as(q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
+            return in_dtype(q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
     k, v = held.read()
     return attention(
         q, k, v, mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout,
@@ -162,7 +160,7 @@ def attention_over(
     )  # fmt: skip
 
 
-def _as(dtype: torch.dtype | None, out: Tensor) -> Tensor:
+def in_dtype(dtype: torch.dtype | None, out: Tensor) -> Tensor:
     """The output in the dtype of q. Of complex numbers the kernels know real and imaginary parts, side by side."""
     if dtype is not None and dtype.is_complex:
         return torch.view_as_complex(out.unflatten(-1, (-1, 2)))
@@ -184,100 +182,6 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return out, torch.where(blind, logits, torch.logaddexp(lse, logits))
 
 
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    mask: Mask | Tensor | None = None,
-    *,
-    bias: Tensor | Position | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-) -> Tensor:
-    """The weights that `attention` of the same arguments multiplies the values by, before dropout.
-
-    Args: as of `attention`.
-
-    Returns:
-        (*batch, H, L, S), float32 (float64 for float64), differentiable. Rows sum to 1, to less where a sink takes its
-        share, to 0 where nothing is visible. This is the L x S tensor that `attention` itself does without.
-
-    Raises:
-        ValueError, TypeError: as `attention`.
-    """
-    q, k, _, _, without = _from_autocast(q, k, k)
-    with without:
-        nothing = k[..., :1] if isinstance(k, Tensor) and k.ndim else k  # something of the right length as values
-        request = make_request(
-            q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
-        )
-        if sinks is not None:
-            _check_sinks(sinks, q)
-        if sinks is None and not rows.refusals(request):  # without an output the native kernel would have no state
-            _, weights = rows.attend(request, average=False, with_out=False)
-        else:
-            weights = _by_definition(request, sinks).weights
-    return weights if q.ndim == 4 else weights.reshape(*q.shape[:-1], k.shape[-2])
-
-
-def attention_with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | Tensor | None = None,
-    *,
-    average: bool,
-    bias: Tensor | Position | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    q_positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What `attention` gives, and what `attention_weights` gives, or its mean over heads: (*batch, L, S).
-
-    The mean is made together with the output where that pays, which may then differ from that of `attention` by
-    rounding; with the native kernel it never does. Args and errors: as of `attention`.
-    """
-    scores: dict[str, Any] = {"bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
-    scores |= {"q_positions": q_positions, "k_positions": k_positions}
-    found: tuple[Tensor | None, Tensor | None] = None, None
-    if sinks is None:
-        cast_q, cast_k, cast_v, _, without = _from_autocast(q, k, v)
-        with without:
-            request = make_request(
-                cast_q, cast_k, cast_v, mask, bias, scale, softcap, dropout, q_positions, k_positions, False,
-                reference.attention,
-            )  # fmt: skip
-            found = _together(request, average)
-    out, weights = found
-    if out is None:
-        out = attention(q, k, v, mask, dropout=dropout, **scores)
-    else:
-        out = _as(cast_q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
-    if weights is None:
-        weights = attention_weights(q, k, mask, **scores)
-        return out, weights.mean(-3) if average else weights
-    return out, weights.reshape(*(q.shape[:-3] if average else q.shape[:-2]), q.shape[-2], k.shape[-2])
-
-
-def _together(request: Request, average: bool) -> tuple[Tensor | None, Tensor | None]:
-    """out (B, H, L, V) and the weights (B, H, L, S) or their mean (B, L, S); None for what has to be made apart."""
-    if not recording() and not native.refusals(request):
-        return native.attend_with_weights(request, average)
-    if not average:
-        return None, None
-    # With dropout only where `attention` takes it too: asking for weights may not change what is drawn.
-    is_small = _first(request) is small if request.dropout else small.is_small(request, small.MOST_WITH_WEIGHTS)
-    if is_small and not small.refusals(request):
-        out, weights = small.attend(request)
-        return out, weights.mean(1)
-    return (None, None) if rows.refusals(request) else rows.attend(request, average=True)
-
-
 class Choice(NamedTuple):
     """Which kernel a request is given to, and what was said about each."""
 
@@ -294,10 +198,10 @@ def choose(request: Request) -> Choice:
     """The kernel that `attention` takes for a request, with every kernel's reasons."""
     refusals = {name: kernel.refusals(request) for name, kernel in KERNELS.items()}
     drawbacks = {name: kernel.drawbacks(request) for name, kernel in KERNELS.items() if not refusals[name]}
-    return Choice(_first(request), refusals, drawbacks)
+    return Choice(first(request), refusals, drawbacks)
 
 
-def _first(request: Request) -> Kernel:
+def first(request: Request) -> Kernel:
     """The first kernel without refusals and drawbacks; if there is none, the first without refusals."""
     able: Kernel | None = None
     for kernel in _IN_ORDER:
@@ -315,7 +219,7 @@ def _named(request: Request, name: object) -> Kernel:
         raise bad_value("kernel", f"one of {', '.join(KERNELS)}, or None", got)
     reasons = KERNELS[name].refusals(request)
     if reasons:
-        instead = f"{_first(request).NAME} can: leave kernel out, and explain() tells what is taken."
+        instead = f"{first(request).NAME} can: leave kernel out, and explain() tells what is taken."
         raise KernelRefusal(f"kernel={name!r} can't run this call: {'; '.join(reasons)}. {instead}")
     return KERNELS[name]
 
@@ -336,7 +240,7 @@ class _Reference:
         return [f"several tensors of {B} x {H} x {L} x {S}: the scores, and each step from them to the weights"]
 
     def run(self, request: Request) -> tuple[Tensor, Tensor | None]:
-        out, _, lse = _by_definition(request, None)
+        out, _, lse = by_definition(request, None)
         return out, lse
 
 
@@ -344,7 +248,8 @@ _IN_ORDER: tuple[Kernel, ...] = (*FAST, _Reference())
 KERNELS: dict[str, Kernel] = {kernel.NAME: kernel for kernel in _IN_ORDER}
 
 
-def _by_definition(request: Request, sinks: Tensor | None) -> reference.Attended:
+def by_definition(request: Request, sinks: Tensor | None) -> reference.Attended:
+    """What the reference says of a request, with the dropout that it asks for."""
     q_positions, k_positions = request.positions()
     dropout_mask = None
     if request.dropout:
@@ -366,7 +271,8 @@ def _by_definition(request: Request, sinks: Tensor | None) -> reference.Attended
     )
 
 
-def _check_sinks(sinks: object, q: Tensor) -> None:
+def check_sinks(sinks: object, q: Tensor) -> None:
+    """Whether sinks fit the queries (*batch, H, L, D)."""
     H = q.shape[-3]
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
         raise bad_type("sinks", f"a floating point tensor (H,) with H={H}", sinks)
@@ -376,7 +282,7 @@ def _check_sinks(sinks: object, q: Tensor) -> None:
         raise bad_value("sinks", f"the device of q, {q.device}", sinks.device, "", "Move it with .to(q.device).")
 
 
-def _from_autocast(
+def from_autocast(
     q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, str, AbstractContextManager[object]]:
     """q, k, v in the dtype that autocast wants (float64 left alone), their device, and a context without autocast."""

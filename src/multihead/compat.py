@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multihead.attention import attention, attention_weights
+from multihead.attention import attention
 from multihead.cache import KVCache
 from multihead.cache_format import Stored
 from multihead.errors import bad_type, bad_value, check_size, is_int, is_number
-from multihead.layer import Look, Positions, split_positions
+from multihead.layer import Positions, split_positions
 from multihead.layouts import Ragged, without_padding
 from multihead.masks import Mask, as_mask, window
 from multihead.options import check_flags
@@ -27,6 +27,7 @@ from multihead.projections import ProjectionView
 from multihead.rotary import Rotary
 from multihead.torch_inputs import TorchInputs
 from multihead.torch_masks import check_masks, mask_and_bias, sum_of
+from multihead.weights import Look, attention_weights
 
 TorchMultiheadAttention = nn.MultiheadAttention  # as it was before anybody put the drop-in in its place
 
@@ -60,9 +61,15 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
     kdim or vdim is not E; `in_proj_bias`; `out_proj.weight`, `out_proj.bias`; `bias_k`, `bias_v`. The submodules
     `in_proj`, or `q_proj`, `k_proj` and `v_proj`, show them as projections.
 
+    Attributes:
+        lazy_weights: whether the weights that a call returns are computed at their first use, which most callers never
+            come to. True; set it to False for one layer, or for all: MultiheadAttention.lazy_weights = False.
+
     Raises:
         ValueError, TypeError: sizes or options that do not fit, before any parameter is made.
     """
+
+    lazy_weights = True
 
     JOINED = "in_proj"
 
@@ -222,7 +229,7 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
         """
         if not (isinstance(need_weights, bool) and isinstance(average_attn_weights, bool)):
             check_flags(need_weights=need_weights, average_attn_weights=average_attn_weights)
-        look: Look | None = None if not need_weights else "average" if average_attn_weights else "heads"
+        look = Look(average_attn_weights, self.lazy_weights) if need_weights else None
         step = None
         if cache is not None:
             sources, layouts, (N, L, S), step, places = self.read_with_cache(
@@ -233,6 +240,7 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
             places = split_positions(positions, key is query)
             sources, layouts, (N, L, S) = self.read(query, key, value)
         if isinstance(layouts[0], Ragged) or isinstance(layouts[1], Ragged):
+            look = None if look is None else look._replace(lazy=False)
             mask, places = without_padding(layouts, mask, places, key_padding_mask, key is query, L, S, query.device)
         plane = Plane(() if N is None else (N,), self.num_heads, L, S, query.device)
         masks = None
@@ -259,7 +267,8 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
         if isinstance(layouts[0], Ragged):
             out = layouts[0].nested(out)
             weights = None if weights is None else layouts[0].only_tokens(weights)
-        return out, None if weights is None else weights.to(out.real.dtype if out.is_complex() else out.dtype)
+        dtype = out.real.dtype if out.is_complex() else out.dtype
+        return out, weights if weights is None or weights.dtype == dtype else weights.to(dtype)
 
     def attend(
         self,
@@ -290,7 +299,7 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
         if look is None:
             return out.to(dtype), None
         weights = torch.cat([attention_weights(q, k, mask, **scores) * share, extra], -1)
-        return out.to(dtype), weights.mean(-3) if look == "average" else weights
+        return out.to(dtype), weights.mean(-3) if look.average else weights
 
     def attend_stored(
         self,

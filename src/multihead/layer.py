@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from multihead import whole
-from multihead.attention import attention, attention_over, attention_with_weights
+from multihead.attention import attention, attention_over
 from multihead.cache import KVCache
 from multihead.cache_format import Stored
 from multihead.cache_ledger import Step
@@ -27,12 +27,12 @@ from multihead.plane import Plane, default_positions
 from multihead.positions import Position
 from multihead.projections import Projections, ProjectionView
 from multihead.request import check_scores
+from multihead.weights import Look, attention_with_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Positions = Tensor | tuple[Tensor, Tensor]
-Look = Literal["heads", "average"]
 
 
 class AttentionLayer(Projections):
@@ -175,7 +175,7 @@ class AttentionLayer(Projections):
         Args:
             query, key, value: (*batch, tokens, width), or as `layouts` says.
             mask: as `joined` gave it.
-            look: which weights to give: of each head, their mean over heads, or None.
+            look: which weights to give; None: none.
             layouts: how the tokens of query, and those of key and value, lie in memory; None = batch first.
             bias: as `joined` gave it.
             q_positions, k_positions: as `attention` takes them.
@@ -190,7 +190,10 @@ class AttentionLayer(Projections):
         # Of few tokens each argument that is passed on costs its part of a per cent, so only those that say something.
         scores = {name: option for name, option in options.items() if option is not None}
         is_bare = query is key and key is value and mask is None and layouts[0] is None and not scores
-        if is_bare and cache is None and whole.why_not(self, query, look == "average") is None:
+        looks = (
+            look is not None and look.average and not look.lazy
+        )  # lazy weights are made for less where tokens are many
+        if is_bare and cache is None and whole.why_not(self, query, looks) is None:
             return whole.run(self, query, look)
         dropout = self.dropout if self.training else 0.0
         if cache is not None and step is not None:
@@ -344,7 +347,7 @@ class AttentionLayer(Projections):
         """The heads' outputs (*batch, H, L, V) and the weights asked for. `scores` are arguments of `attention`."""
         if look is None:
             return attention(q, k, v, mask, dropout=dropout, **scores), None
-        return attention_with_weights(q, k, v, mask, average=look == "average", dropout=dropout, **scores)
+        return attention_with_weights(q, k, v, mask, look=look, dropout=dropout, **scores)
 
     def attend_stored(
         self,
@@ -358,6 +361,7 @@ class AttentionLayer(Projections):
         """What `attend` gives over what a cache holds, which is read where it lies if that can be."""
         if look is None and _is_own(self.attend):
             return attention_over(q, held, mask, dropout=dropout, **scores), None
+        look = None if look is None else look._replace(lazy=False)  # by then the cache may hold something else
         return self.attend(q, *held.read(), mask, look, dropout, scores)
 
     def check_kind(self, name: str, tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ from multihead.masks import Mask, padding
 from multihead.plane import Plane
 from multihead.positions import Position
 from multihead.projections import LinearProjections
+from multihead.weights import Look
 
 
 class Attention(AttentionLayer, LinearProjections):
@@ -107,7 +108,7 @@ class Attention(AttentionLayer, LinearProjections):
         mask, bias = self.joined(mask, bias, plane, q_positions, k_positions, key is query)
 
         out, found = self.compute(
-            query, key, value, mask, "heads" if weights else None,
+            query, key, value, mask, Look(average=False) if weights else None,
             bias=bias, q_positions=q_positions, k_positions=k_positions, cache=cache, step=step,
         )  # fmt: skip
         return (out, found) if found is not None else out

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from multihead.kernels.autograd import recording
 from multihead.projections import is_plain
+from multihead.weights import Look
 
 NAME = "whole"
 OPERATION = "aten::_native_multi_head_attention"
@@ -58,11 +59,11 @@ def tables(layer: Any, B: int, L: int) -> list[str]:
     return [f"scores of {B} x {layer.num_heads} x {L} x {L}: it is dense"]
 
 
-def run(layer: Any, x: Tensor, look: str | None) -> tuple[Tensor, Tensor | None]:
+def run(layer: Any, x: Tensor, look: Look | None) -> tuple[Tensor, Tensor | None]:
     """The layer's output (B, L, E), and the weights of each head or their mean if asked."""
     joined: Any = layer._modules[layer.JOINED]
     out, weights = torch._native_multi_head_attention(
         x, x, x, layer.embed_dim, layer.num_heads, joined.weight, joined.bias, layer.out_proj.weight,
-        layer.out_proj.bias, None, look is not None, look == "average",
+        layer.out_proj.bias, None, look is not None, look is not None and look.average,
     )  # fmt: skip
     return out, weights if look is not None else None

@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from multihead.cache_format import Stored
 from multihead.kernels import library
 from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
+from multihead.kernels.lazy import Plan, weights_of
 from multihead.kernels.native_shapes import GRAD_BIAS, GRAD_KV, GRAD_Q
 from multihead.kernels.philox import dropout_mask
 from multihead.kernels.postfix import as_postfix
 from multihead.kernels.postfix import refusals as mask_refusals
 from multihead.positions import ALiBi, Position, without_lowest
-from multihead.request import Request
+from multihead.request import Attended, Request
 
 NAME = "native"
 
@@ -119,17 +120,22 @@ def run_over(request: Request, held: Stored) -> tuple[Tensor, Tensor | None]:
     return out, lse
 
 
-def attend_with_weights(request: Request, average: bool) -> tuple[Tensor, Tensor]:
-    """out (B, H, L, V), the same as of `run`, and the weights before dropout (B, H, L, S) or their mean over heads
-    (B, L, S), float32. A gradient that comes in through the weights goes by the definition."""
+def attend_with_weights(request: Request, plan: Plan) -> tuple[Tensor, Tensor]:
+    """out (B, H, L, V), the same as of `run`, and the weights before dropout. A gradient that comes in through the
+    weights goes by the definition."""
     bias, scores = _scores(request)
     out, _, state = _attend(request, bias, scores, wants_state=True)
-    q, k = request.q, request.k
-    if not _records(request, bias):
-        return out, torch.ops.multihead.weights.default(state, q, k, k, bias, *scores, average)
+    q, k, shell = request.q, request.k, _shell(request)
+
+    def make() -> Tensor:
+        return torch.ops.multihead.weights.default(state, q, k, k, bias, *scores, plan.average)
+
+    def define(q: Tensor, k: Tensor, bias: Tensor | None) -> Attended:
+        return _define(shell, None, q, k, k[..., :1], bias)
+
     watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
     watched += _originals(request, scores)
-    return out, _Weights.apply(q, k, bias, state, _shell(request), scores, average, *watched)
+    return out, weights_of(plan, make, define, (q, k, bias), watched)
 
 
 def _attend(request: Request, bias: Tensor | None, scores: _Scores, wants_state: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,33 +268,9 @@ class _Native(torch.autograd.Function):
         )
 
 
-def _define(shell: Request, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
+def _define(shell: Request, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Attended:
     """What the definition says, with the dropout that the kernel drew."""
     B, H, _, L, S, _, _ = shell.sizes
     wide = torch.promote_types(q.dtype, torch.float32)
     kept = None if seed is None else dropout_mask(seed, shell.dropout, B, H, L, S, device=q.device, dtype=wide)
     return shell.defined(q, k, v, shell.bias if bias is None else bias, kept)
-
-
-class _Weights(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, bias: Tensor | None, state: Tensor, shell: Request, scores: _Scores,
-        average: bool, *watched: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """`watched` are the tensors in `scores`, which the backward pass reads again."""
-        ctx.save_for_backward(q, k, bias, *watched)
-        ctx.shell = shell
-        return torch.ops.multihead.weights.default(state, q, k, k, bias, *scores, average)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, bias, *watched = ctx.saved_tensors
-        if grad.ndim == 3:  # of the mean over heads
-            H = q.shape[1]
-            grad = (grad / H)[:, None].expand(-1, H, -1, -1)
-
-        def define(q: Tensor, k: Tensor, bias: Tensor | None) -> Any:
-            return _define(ctx.shell, None, q, k, k[..., :1], bias)
-
-        return *differentiable_gradients(define, (q, k, bias), (None, grad, None)), *(None,) * (4 + len(watched))
