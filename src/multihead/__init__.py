@@ -11,6 +11,7 @@ from multihead.cache_pages import PagePool
 from multihead.compat import MultiheadAttention
 from multihead.doctor import Diagnosis, doctor
 from multihead.explain import Explanation, explain
+from multihead.inspection import Capture, Record, capture, head_importance
 from multihead.masks import Mask, causal, dense, documents, lengths, padding, prefix, window
 from multihead.module import Attention
 from multihead.positions import ALiBi, Position, RelativeBias, T5Bias
@@ -24,6 +25,7 @@ __all__ = [
     "KERNELS",
     "ALiBi",
     "Attention",
+    "Capture",
     "Diagnosis",
     "Explanation",
     "KVCache",
@@ -35,6 +37,7 @@ __all__ = [
     "NTKScaling",
     "PagePool",
     "Position",
+    "Record",
     "RelativeBias",
     "Rotary",
     "SwapReport",
@@ -42,11 +45,13 @@ __all__ = [
     "YarnScaling",
     "attention",
     "attention_weights",
+    "capture",
     "causal",
     "dense",
     "doctor",
     "documents",
     "explain",
+    "head_importance",
     "lengths",
     "padding",
     "prefix",

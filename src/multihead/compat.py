@@ -17,10 +17,9 @@ from multihead.attention import attention
 from multihead.cache import KVCache
 from multihead.cache_format import Stored
 from multihead.errors import bad_type, bad_value, check_size, is_int, is_number
-from multihead.layer import Positions, split_positions
 from multihead.layouts import Ragged, without_padding
 from multihead.masks import Mask, as_mask, window
-from multihead.options import check_flags
+from multihead.options import Positions, check_flags, split_positions
 from multihead.plane import Plane, default_positions
 from multihead.positions import Position
 from multihead.projections import ProjectionView

@@ -22,21 +22,22 @@ from multihead.cache_pages import PagePool
 from multihead.errors import bad_type, bad_value, check_probability, check_size, describe
 from multihead.layouts import Layout
 from multihead.masks import Mask, as_mask
-from multihead.options import check_flags, check_head_dim, check_kv_heads, check_number, check_position
+from multihead.options import Positions, check_flags, check_head_dim, check_kv_heads, check_number, check_position
 from multihead.plane import Plane, default_positions
 from multihead.positions import Position
 from multihead.projections import Projections, ProjectionView
 from multihead.request import check_scores
+from multihead.watching import Seen, Watcher
 from multihead.weights import Look, attention_with_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Positions = Tensor | tuple[Tensor, Tensor]
-
 
 class AttentionLayer(Projections):
     """What a layer of attention is made of and computes. The arguments are those of `Attention`."""
+
+    watcher: Watcher | None = None  # is told of each call
 
     def __init__(
         self,
@@ -190,28 +191,39 @@ class AttentionLayer(Projections):
         # Of few tokens each argument that is passed on costs its part of a per cent, so only those that say something.
         scores = {name: option for name, option in options.items() if option is not None}
         is_bare = query is key and key is value and mask is None and layouts[0] is None and not scores
-        looks = (
-            look is not None and look.average and not look.lazy
-        )  # lazy weights are made for less where tokens are many
+        looks = look is not None and look.average and not look.lazy  # what is lazy is made for less
         if is_bare and cache is None and whole.why_not(self, query, looks) is None:
-            return whole.run(self, query, look)
+            found = whole.run(self, query, look)
+            if self.watcher is not None:
+                q, k, v = self.project(query, key, value, layouts)
+                self.watcher(Seen(q, k, v, None, {}, 0.0, found[0], self._joined))
+            return found
         dropout = self.dropout if self.training else 0.0
         if cache is not None and step is not None:
             q, held = self._with_cache(cache, step, query, key, value, layouts)
             if step.mask is not None:
                 mask = step.mask if mask is None else step.mask & mask
             out, weights = self.attend_stored(q, held, mask, look, dropout, scores)
+            if self.watcher is not None:  # by the time somebody looks the cache may hold something else
+                k, v = (tensor.clone() for tensor in held.read())
+                self.watcher(Seen(q, k, v, mask, scores, dropout, out))
         else:
             # Shapes: (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V).
             q, k, v = self.project(query, key, value, layouts)
             q, k = self._placed(q, k, q_positions, k_positions)
             out, weights = self.attend(q, k, v, mask, look, dropout, scores)
+            if self.watcher is not None:
+                self.watcher(Seen(q, k, v, mask, scores, dropout, out))
         out = out.transpose(-2, -3)  # (*batch, L, H, V)
         out = (out if layouts[0] is None else layouts[0].back(out)).flatten(-2)
         if self.gate_proj is not None:
             out = out * torch.sigmoid(self.gate_proj(query))
         out = self.out_proj(out)
         return (out if self.out_dropout is None else self.out_dropout(out)), weights
+
+    def _joined(self, out: Tensor) -> Tensor:
+        """What a layer of nothing but projections and heads makes of the heads' outputs (*batch, H, L, V)."""
+        return self.out_proj(out.transpose(-2, -3).flatten(-2))
 
     def _placed(
         self, q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None
@@ -415,19 +427,3 @@ def _normalised(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 def _is_own(method: Callable[..., Any]) -> bool:
     """Whether a method is this package's, and not a subclass' or put in its place."""
     return str(getattr(method, "__module__", "")).startswith(f"{__package__}.")
-
-
-def split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Tensor | None]:
-    if positions is None:
-        return None, None
-    if isinstance(positions, Tensor):
-        if not is_self:
-            otherwise = "Queries and keys have places of their own."
-            raise bad_value(
-                "positions", "a pair (q_positions, k_positions) for two sources", describe(positions), otherwise
-            )
-        return positions, positions
-    pair: Any = positions
-    if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(item, Tensor) for item in pair):
-        return pair
-    raise bad_type("positions", "a tensor (L,) or (*batch, L), or a pair of them", positions)

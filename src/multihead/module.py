@@ -7,8 +7,9 @@ from torch import Tensor
 
 from multihead.cache import KVCache
 from multihead.errors import bad_type, bad_value, describe
-from multihead.layer import AttentionLayer, Positions, split_positions
+from multihead.layer import AttentionLayer
 from multihead.masks import Mask, padding
+from multihead.options import Positions, split_positions
 from multihead.plane import Plane
 from multihead.positions import Position
 from multihead.projections import LinearProjections

@@ -1,9 +1,15 @@
-"""The checks of what a layer of attention is made with."""
+"""The checks of what a layer of attention is made and called with."""
 
 from __future__ import annotations
 
-from multihead.errors import bad_type, bad_value, check_size, is_number
+from typing import Any
+
+from torch import Tensor
+
+from multihead.errors import bad_type, bad_value, check_size, describe, is_number
 from multihead.positions import Position
+
+Positions = Tensor | tuple[Tensor, Tensor]
 
 
 def check_kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
@@ -55,3 +61,20 @@ def check_number(name: str, value: object, *, above_zero: bool = False) -> float
     if not -float("inf") < value < float("inf") or (above_zero and value <= 0):
         raise bad_value(name, "a number above 0, or None" if above_zero else "a finite number, or None", value)
     return float(value)
+
+
+def split_positions(positions: object, is_self: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Where queries and keys stand, of what a call was given: one tensor in self-attention, else a pair."""
+    if positions is None:
+        return None, None
+    if isinstance(positions, Tensor):
+        if not is_self:
+            otherwise = "Queries and keys have places of their own."
+            raise bad_value(
+                "positions", "a pair (q_positions, k_positions) for two sources", describe(positions), otherwise
+            )
+        return positions, positions
+    pair: Any = positions
+    if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(item, Tensor) for item in pair):
+        return pair
+    raise bad_type("positions", "a tensor (L,) or (*batch, L), or a pair of them", positions)

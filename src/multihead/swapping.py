@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -153,6 +155,17 @@ def _convert(layer: TorchMultiheadAttention) -> None:
     layer.add_projection_views()
     layer.register_forward_pre_hook(never_bypassed)
     layer.__dict__[_MARK] = tuple(added)
+
+
+def as_drop_in(layer: TorchMultiheadAttention) -> MultiheadAttention:
+    """A drop-in with the parameters of torch's layer, which stays as it is. For a look at a call of it."""
+    twin = copy.copy(layer)
+    for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+        twin.__dict__[name] = OrderedDict(() if name.endswith("hooks") else twin.__dict__[name])
+    twin.__dict__.pop("forward", None)
+    _convert(twin)
+    assert isinstance(twin, MultiheadAttention)
+    return twin
 
 
 def _why_not_back(layer: MultiheadAttention) -> str | None:

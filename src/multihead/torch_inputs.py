@@ -11,8 +11,9 @@ from torch import Tensor
 from multihead.cache import KVCache
 from multihead.cache_ledger import Step
 from multihead.errors import bad_input, bad_type, bad_value, describe
-from multihead.layer import AttentionLayer, Positions
+from multihead.layer import AttentionLayer
 from multihead.layouts import TOKENS_FIRST, Layout, read_nested
+from multihead.options import Positions
 
 
 class TorchInputs(AttentionLayer):

@@ -1,0 +1,100 @@
+"""Which layers of a model are watched, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.compat import MultiheadAttention
+from multihead.errors import bad_type, bad_value
+from multihead.layer import AttentionLayer
+from multihead.swapping import as_drop_in
+from multihead.watching import Seen
+
+Chosen = str | Iterable[str] | Callable[[str, nn.Module], bool]
+
+
+def layers_of(model: object, wanted: Chosen | None) -> dict[str, nn.Module]:
+    """The layers to watch, by name; of a layer with several names the first."""
+    if not isinstance(model, nn.Module):
+        raise bad_type("model", "a torch.nn.Module", model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            otherwise = "A compiled program has no place to look in at."
+            raise bad_value("model", "one that is not compiled", name or "model", otherwise, "Capture the original.")
+    kinds = (AttentionLayer, nn.MultiheadAttention)
+    there: dict[str, nn.Module] = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    names = ", ".join(map(repr, there))
+    if not there:
+        instead = "For other attention make a Record(q, k, mask=...) of its q and k."
+        raise bad_value("model", "one with Attention or MultiheadAttention in it", type(model).__name__, "", instead)
+    if wanted is None:
+        return there
+    if callable(wanted):
+        found = {name: module for name, module in there.items() if wanted(name, module)}
+        if not found:
+            raise bad_value("layers", "a function that says True of a layer", "none", "", f"There are {names}.")
+        return found
+    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise bad_type("layers", "a name, several names, or a function of (name, layer)", pattern)
+        if not any(fnmatchcase(name, pattern) for name in there):
+            raise bad_value("layers", "the name of a layer of attention", repr(pattern), "", f"There are {names}.")
+    return {name: m for name, m in there.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+@contextmanager
+def watched(layer: nn.Module, watcher: Callable[[Seen], None]) -> Iterator[None]:
+    """A layer that tells of its calls within the block. One of torch's is looked at from outside."""
+    if isinstance(layer, AttentionLayer):
+        before = layer.__dict__.get("watcher")
+        layer.__dict__["watcher"] = watcher
+        try:
+            yield
+        finally:
+            del layer.__dict__["watcher"]
+            if before is not None:
+                layer.__dict__["watcher"] = before
+        return
+    assert isinstance(layer, nn.MultiheadAttention)
+    given, before = layer.forward, layer.__dict__.get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        answer = given(*args, **kwargs)
+        _look_from_outside(layer, answer[0], watcher, args, kwargs)
+        return answer
+
+    layer.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del layer.__dict__["forward"]
+        if before is not None:
+            layer.__dict__["forward"] = before
+
+
+@torch.no_grad()
+def _look_from_outside(
+    layer: nn.MultiheadAttention, out: Tensor, watcher: Callable[[Seen], None], args: Any, kwargs: Any
+) -> None:
+    """Tell of a call of torch's layer, by a drop-in with the same parameters that stops before it attends."""
+    twin = as_drop_in(layer)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, look: Any, dropout: float, scores: Any) -> Any:  # noqa: ARG001
+        nothing = v.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
+        watcher(Seen(q, k, v, mask, scores, dropout, out, joined))
+        return nothing, None
+
+    def joined(heads: Tensor) -> Tensor:
+        found = twin.out_proj(heads.transpose(-2, -3).flatten(-2))
+        return found if layer.batch_first or found.ndim == 2 else found.transpose(0, 1)
+
+    twin.__dict__["attend"] = attend
+    twin.__dict__["is_simple"] = lambda: False  # so that it comes to attend
+    MultiheadAttention.forward(twin, *args, **kwargs | {"need_weights": False})
