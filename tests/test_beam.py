@@ -173,6 +173,28 @@ def test_a_sentence_does_not_depend_on_its_neighbours():
     assert search(Odds(names[::-1], 6), beams=3, n_best=2, max_length=10) == alone[::-1]
 
 
+def test_each_sentence_may_have_a_length_of_its_own():
+    names, limits = "abcdefg", [1, 2, 3, 5, 8, 13, 4]
+    for strength in (0.0, 3.0):  # the stopping rule looks at the longest length, the more the stronger
+        options = {"beams": 3, "n_best": 3, "length_penalty": strength}
+        alone = [
+            search(Odds(name, 6), max_length=limit, **options)[0] for name, limit in zip(names, limits, strict=True)
+        ]
+        assert search(Odds(names, 6), max_length=limits, **options) == alone
+        assert search(Odds(names, 6), max_length=tuple(limits), **options) == alone
+        assert all(len(h.tokens) == limits[i] for i in range(7) for h in alone[i] if not h.is_finished)
+        assert any(not h.is_finished for hypotheses in alone for h in hypotheses)
+
+
+def test_a_strong_penalty_is_refused_where_it_is_no_number():
+    odds = Odds("a", 4)
+    (found,) = search(odds, length_penalty=185.0, max_length=250)  # 1e301 at the longest
+    assert math.isfinite(found[0].score)
+    for options in ({"length_penalty": 200.0}, {"length_penalty": 10**400}, {"max_length": 10**400}):
+        with pytest.raises(ValueError, match=r"^length_penalty: expected a number whose penalty of max_length="):
+            search(odds, **options)
+
+
 def test_sentences_that_are_done_are_not_computed_any_more():
     odds = Odds("abcdefg", 6, seed=1, spread=1.0)
     search(odds, beams=3, max_length=10)
@@ -210,6 +232,9 @@ def test_refusals():
         ({"beams": 2.0}, TypeError, "beams: expected an int"),
         ({"n_best": 5}, ValueError, "n_best: expected at most beams=4, got 5"),
         ({"max_length": 0}, ValueError, "max_length: expected at least 1"),
+        ({"max_length": [3, 3]}, ValueError, "max_length: expected an int, or one for each of B=1 sentences, got 2"),
+        ({"max_length": [0]}, ValueError, r"max_length\[0\]: expected at least 1, got 0"),
+        ({"max_length": [2.0]}, TypeError, r"max_length\[0\]: expected an int, got 2.0"),
         ({"length_penalty": -1.0}, ValueError, "length_penalty: expected a finite number from 0 on"),
         ({"length_penalty": math.nan}, ValueError, "length_penalty"),
         ({"length_penalty": "1"}, TypeError, "length_penalty"),
@@ -293,10 +318,11 @@ def test_translating_is_exact_with_enough_beams():
 def test_some_tokens_never_come():
     model, (source, keep) = make(), sources()
     free = translate(model, source, 0, 1, keep=keep, max_length=12)
-    unwanted = {token for hypotheses in free for token in hypotheses[0].tokens}
-    assert unwanted - {2}
-    found = translate(model, source, 0, 1, keep=keep, max_length=12, never=sorted(unwanted - {2}))
-    assert not {token for hypotheses in found for token in hypotheses[0].tokens} & (unwanted - {2})
+    unwanted = {token for hypotheses in free for token in hypotheses[0].tokens} - {2}
+    assert unwanted
+    for never in (sorted(unwanted), iter(unwanted)):
+        found = translate(model, source, 0, 1, keep=keep, max_length=12, never=never)
+        assert not {token for hypotheses in found for token in hypotheses[0].tokens} & unwanted
 
 
 def test_the_model_stays_as_it_was():
@@ -315,6 +341,14 @@ def test_its_length_is_bounded_by_the_sources():
     (found,) = translate(model, torch.tensor([[3, 4]]), 0, 1, beams=1, never=[1])
     assert not found[0].is_finished
     assert len(found[0].tokens) == 2 * 2 + 16
+
+
+def test_its_length_does_not_depend_on_its_neighbours():
+    model, (source, keep) = make(), sources(lengths=(2, 9, 1))
+    together = translate(model, source, 0, 1, keep=keep, beams=2, n_best=2, never=[1])
+    for row, kept, found in zip(source, keep, together, strict=True):
+        assert {len(h.tokens) for h in found} == {2 * int(kept.sum()) + 16}
+        alike([found], translate(model, row[kept][None], 0, 1, beams=2, n_best=2, never=[1]))
 
 
 def test_translate_refuses():

@@ -305,6 +305,20 @@ def test_validation_finds_what_greedy_search_finds():
     assert [[*tokens, END] for tokens in greedy] == [target for _, target in task.train[:4]]
 
 
+def test_a_translation_is_cut_by_its_own_source_and_holds_no_token_of_ours():
+    model = make_task().model
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    with torch.no_grad():  # whatever the source, the padding is likeliest, then other tokens of ours, and END never
+        for token, weight in ((PAD, 4.0), (START, 3.0), (UNKNOWN, 2.0), (4, 1.0)):
+            model.target_embedding.weight[token] = weight
+        model.decoder_norm.bias.fill_(1.0)
+    sources = [[4] * 29 + [END], [4, END], [4] * 7 + [END]]
+    for longest, lengths in ((8, [76, 26, 32]), (100, [141] * 3)):  # 16 more than 2 S, or than 5/4 of the longest
+        found = translate_texts(model, sources, beams=1, length_penalty=0.0, longest=longest)
+        assert found == [[4] * n for n in lengths]
+
+
 def test_what_is_not_in_the_vocabulary_is_not_right():
     task = make_task()
     task.valid = [(task.train[0][0], [UNKNOWN, END])]

@@ -6,6 +6,7 @@ with the keys and values of what was written kept in a cache.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ def beam_search(
     *,
     beams: int = 4,
     length_penalty: float = 0.6,
-    max_length: int = 256,
+    max_length: int | Sequence[int] = 256,
     n_best: int = 1,
 ) -> list[list[Hypothesis]]:
     """Search the best sequences for each sentence of a batch.
@@ -62,7 +63,7 @@ def beam_search(
         beams: how many hypotheses of a sentence live at once.
         length_penalty: from 0 on, the strength of the penalty of Wu et al. 2016. Sums of log probabilities favour
             short sequences; the larger, the less. 0 takes the sums as they are.
-        max_length: after so many tokens, the end included, hypotheses are cut.
+        max_length: after so many tokens, the end included, hypotheses are cut; or B of them, one for each sentence.
         n_best: how many hypotheses to give, at most `beams`.
 
     Returns:
@@ -72,13 +73,13 @@ def beam_search(
     Raises:
         ValueError, TypeError: an argument does not fit, or what `step` gives.
     """
-    _check_search(start, end, beams, length_penalty, max_length, n_best)
+    limits = _check_search(start, end, beams, length_penalty, max_length, n_best)
     B, device = start.shape[0], start.device
     found = [_Found(beams, n_best) for _ in range(B)]
     going = list(range(B))  # sentences that are not done, N of them
     tokens, rows = start[:, None], torch.arange(B, device=device)  # (N * W, L): W hypotheses of each sentence
     sums = torch.zeros(B, 1, device=device)  # (N, W) log probabilities
-    for length in range(1, max_length + 1):
+    for length in itertools.count(1):
         if not going:
             break
         logs = _log_probabilities(step(tokens, rows), len(tokens), end)  # (N * W, V)
@@ -94,13 +95,20 @@ def beam_search(
         order = ends.to(torch.int8).sort(stable=True).indices[:, : min(beams, W * (V - 1))]
         sums, nexts, rows = (t.gather(1, order) for t in (sums, nexts, rows))
         best = sums[:, 0].tolist() if order.numel() else [-math.inf] * N
-        # How good they can become: there later penalties are larger.
-        now, later = penalty(length, length_penalty), penalty(max_length, length_penalty)
-        stay = [n for n in range(N) if not found[going[n]].is_done(best[n] / now, best[n] / later)]
+        stay = []
+        for n, sentence in enumerate(going):
+            # How good they can become: at their last token penalties are largest.
+            now, later = penalty(length, length_penalty), penalty(limits[sentence], length_penalty)
+            if found[sentence].is_done(best[n] / now, best[n] / later):
+                continue
+            if length < limits[sentence]:
+                stay.append(n)
+                continue
+            for row, token, total in zip(rows[n], nexts[n], sums[n], strict=True):
+                written = torch.cat((tokens[row, 1:], token[None]))
+                found[sentence].add(written, total, length, length_penalty, False)
         going, sums, nexts, rows = [going[n] for n in stay], sums[stay], nexts[stay].flatten(), rows[stay].flatten()
         tokens = torch.cat((tokens[rows], nexts[:, None]), 1)
-    for row, total in enumerate(sums.flatten()):  # of the sentences that were still going
-        found[going[row // sums.shape[1]]].add(tokens[row, 1:], total, max_length, length_penalty, False)
     return [hypotheses.best() for hypotheses in found]
 
 
@@ -113,7 +121,7 @@ def translate(
     keep: Tensor | None = None,
     beams: int = 4,
     length_penalty: float = 0.6,
-    max_length: int | None = None,
+    max_length: int | Sequence[int] | None = None,
     n_best: int = 1,
     never: Sequence[int] = (),
     cached: bool = True,
@@ -126,7 +134,7 @@ def translate(
         start, end: the tokens that targets start and end with.
         keep: (B, S) bool, True = real token.
         beams, length_penalty, n_best: as of `beam_search`.
-        max_length: as of `beam_search`; by default 2 * S + 16.
+        max_length: as of `beam_search`; by default 2 * S + 16, S of each sentence its real tokens.
         never: tokens that no translation may hold, such as padding.
         cached: whether keys and values are kept from step to step. The translations are the same without, later.
 
@@ -135,16 +143,17 @@ def translate(
     check_flags(cached=cached)
     check_tokens("source", source, keep, model.source_embedding.num_embeddings, "S")
     B, S = source.shape
-    max_length = 2 * S + 16 if max_length is None else max_length
+    if max_length is None:  # not by the padding: what a sentence becomes would depend on its neighbours
+        max_length = [2 * n + 16 for n in ([S] * B if keep is None else keep.sum(1).tolist())]
     vocabulary = model.target_embedding.num_embeddings
-    for name, token in (("start", start), ("end", end), *(("never", token) for token in never)):
+    hidden = list(never)
+    for name, token in (("start", start), ("end", end), *(("never", token) for token in hidden)):
         if not is_int(token):
             raise bad_type(name, "a token, an int", token)
         if not 0 <= token < vocabulary:
             raise bad_value(name, f"a token from 0 to {vocabulary - 1}", token)
     starts = torch.full((B,), start, device=source.device)
     _check_search(starts, end, beams, length_penalty, max_length, n_best)
-    hidden = list(never)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -230,16 +239,31 @@ def _log_probabilities(logits: object, R: int, end: int) -> Tensor:
 
 def _check_search(
     start: object, end: object, beams: object, length_penalty: object, max_length: object, n_best: object
-) -> None:
+) -> list[int]:
+    """The longest length of each sentence, if all arguments fit."""
     if not isinstance(start, Tensor) or start.dtype != torch.int64:
         raise bad_type("start", "an int64 tensor (B,)", start)
     if start.ndim != 1:
         raise bad_value("start", "the shape (B,)", describe(start))
     check_size("end", end, least=0)
-    check_size("max_length", max_length)
+    B = start.shape[0]
+    if isinstance(max_length, list | tuple):
+        if len(max_length) != B:
+            raise bad_value("max_length", f"an int, or one for each of B={B} sentences", f"{len(max_length)} of them")
+        limits = [check_size(f"max_length[{i}]", limit) for i, limit in enumerate(max_length)]
+    else:
+        limits = [check_size("max_length", max_length)] * B
     if not is_number(length_penalty):
         raise bad_type("length_penalty", "a number from 0 on", length_penalty)
     if not 0 <= length_penalty < math.inf:
         raise bad_value("length_penalty", "a finite number from 0 on", length_penalty)
+    longest = max(limits, default=1)
+    try:
+        penalty(longest, length_penalty)
+    except OverflowError:
+        expected = f"a number whose penalty of max_length={longest} tokens is finite"
+        otherwise = "Log probabilities are divided by ((5 + length) / 6) ** length_penalty."
+        raise bad_value("length_penalty", expected, length_penalty, otherwise, "The usual is 0.6.") from None
     if check_size("n_best", n_best) > check_size("beams", beams):
         raise bad_value("n_best", f"at most beams={beams}", n_best, "No more hypotheses than beams are followed.")
+    return limits

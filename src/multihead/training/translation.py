@@ -136,7 +136,7 @@ def translate_texts(
         sources: encoded by its `Codec`.
         beams, length_penalty: as of `beam_search`.
         longest: the length of the longest target that was learned: translations are cut where they are far longer, and
-            longer than twice the source.
+            longer than twice their own source.
     """
     device = next(model.parameters()).device
     found: list[list[int]] = [[]] * len(sources)
@@ -144,7 +144,7 @@ def translate_texts(
     for start in range(0, len(order), _AT_ONCE):
         rows = order[start : start + _AT_ONCE]
         source = pad_sequence([torch.tensor(sources[i]) for i in rows], batch_first=True, padding_value=PAD).to(device)
-        most = max(longest + longest // 4, 2 * source.shape[1]) + 16
+        most = [max(longest + longest // 4, 2 * len(sources[i])) + 16 for i in rows]
         ranked = translate(
             model, source, START, END, keep=source != PAD, beams=beams, length_penalty=length_penalty, max_length=most,
             never=(PAD, START, UNKNOWN),
