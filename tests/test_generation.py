@@ -53,6 +53,13 @@ def test_top_p_by_hand():
     assert torch.equal(held[held.isfinite()], logits[held.isfinite()])
 
 
+def test_top_p_of_a_large_vocabulary():
+    logits = torch.zeros(1, 2**18)
+    logits[0, : 2**17] = 20.0  # the other half, 2e-9 of the probability in all, is lost in sums of float32
+    assert kept(keep_top_p(logits, 1.0)) == [list(range(2**18))]
+    assert keep_top_p(logits, 1 - 1e-9).isfinite().sum().item() == pytest.approx(1.5 * 2**17, rel=0.1)
+
+
 def test_min_p_by_hand():
     logits = logits_of([0.1, 0.4, 0.2, 0.3], [0.85, 0.05, 0.05, 0.05])
     assert kept(keep_min_p(logits, 0.49)) == [[1, 2, 3], [0]]
@@ -265,9 +272,19 @@ def test_seeds():
 
 def test_half_precision():
     model, prompts = made().bfloat16(), some_prompts(3, 5)
-    assert as_lists(generate(model, prompts, max_new_tokens=6, seed=1)) == as_lists(
-        generate(model, prompts, max_new_tokens=6, seed=1)
+    assert [len(row) for row in generate(model, prompts, max_new_tokens=6, seed=1)] == [6, 6]
+    # Its logits are float32 from here on: what may be drawn, and what is.
+    torch.manual_seed(0)
+    logits, rows = 2 * torch.randn(1, 300).bfloat16(), 60
+    written = generate(
+        Fixed(logits[0]), [torch.tensor([0])] * rows, max_new_tokens=1, temperature=0.7, top_p=0.9, seed=1
     )
+    uniforms = [
+        torch.rand(1, dtype=torch.float64, generator=torch.Generator().manual_seed(row_seed(1, row)))
+        for row in range(rows)
+    ]
+    expected = draw(keep_top_p(logits.float() / 0.7, 0.9).expand(rows, -1), torch.cat(uniforms))
+    assert torch.equal(torch.cat(written), expected)
 
 
 # Where it ends --------------------------------------------------------------------------------------------------------
@@ -382,15 +399,18 @@ def _begins(text: str, strings: list[str]) -> bool:
     ("options", "told"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0."),
-        ({"temperature": -1}, "temperature: expected 0, or a finite number of at least 1e-05, got -1."),
-        ({"temperature": math.nan}, "temperature: expected 0, or a finite number of at least 1e-05, got nan."),
-        ({"temperature": INF}, "temperature: expected 0, or a finite number of at least 1e-05, got inf."),
+        ({"temperature": -1}, "temperature: expected 0, or a number from 1e-05 to 1e+09, got -1."),
+        ({"temperature": math.nan}, "temperature: expected 0, or a number from 1e-05 to 1e+09, got nan."),
+        ({"temperature": INF}, "temperature: expected 0, or a number from 1e-05 to 1e+09, got inf."),
+        ({"temperature": 10**400}, "temperature: expected 0, or a number from 1e-05 to 1e+09, got 1000"),
         ({"top_k": 0}, "top_k: expected at least 1, got 0."),
         ({"top_p": 0}, "top_p: expected a number above 0 and at most 1, got 0."),
         ({"top_p": 1.01}, "top_p: expected a number above 0 and at most 1, got 1.01."),
         ({"min_p": -0.1}, "min_p: expected a number from 0 to 1, got -0.1."),
         ({"min_p": 2}, "min_p: expected a number from 0 to 1, got 2."),
-        ({"repetition_penalty": 0}, "repetition_penalty: expected a finite number above 0, got 0."),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a number from 1e-05 to 1e+09, got 0."),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: expected a number from 1e-05 to 1e+09, got 1e-40."),
+        ({"repetition_penalty": 1e39}, "repetition_penalty: expected a number from 1e-05 to 1e+09, got 1e+39."),
         ({"seed": -1}, "seed: expected None or an int from 0 to 2^63 - 1, got -1."),
         ({"seed": 2**63}, "seed: expected None or an int from 0 to 2^63 - 1, got 9223372036854775808."),
         ({"context": 0}, "context: expected at least 1, got 0."),
@@ -439,8 +459,12 @@ def test_a_model_that_has_diverged_is_said_to(temperature: float):
     model = made()
     with torch.no_grad():
         model.norm.weight[0] = math.nan
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
     with pytest.raises(ValueError, match="model: expected one that gives finite logits, got NaN or infinity"):
         generate(model, some_prompts(3), max_new_tokens=5, temperature=temperature)
+    assert [module.training for module in model.modules()] == modes
+    assert model.training
 
 
 def test_refuses_stop_strings_that_are_none():

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from multihead.errors import bad_type, bad_value, check_size, is_number
 
-_COLDEST = 1e-5  # a temperature that is still a number in float32, and as good as 0
+# What logits are divided or multiplied by, so that they stay numbers in float32. A temperature at the least is as good
+# as 0, one at the most as good as infinite.
+_LEAST, _MOST = 1e-5, 1e9
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         temperature = _check_number("temperature", self.temperature)
-        if not (temperature == 0 or _COLDEST <= temperature < math.inf):
+        if not (temperature == 0 or _LEAST <= temperature <= _MOST):
             otherwise = "Logits are divided by it."
-            raise bad_value("temperature", f"0, or a finite number of at least {_COLDEST:g}", temperature, otherwise)
+            raise bad_value("temperature", f"0, or a number from {_LEAST:g} to {_MOST:g}", temperature, otherwise)
         if self.top_k is not None:
             check_size("top_k", self.top_k)
         if self.top_p is not None and not 0 < _check_number("top_p", self.top_p) <= 1:
             raise bad_value("top_p", "a number above 0 and at most 1", self.top_p, "It is a share of the probability.")
         if self.min_p is not None and not 0 <= _check_number("min_p", self.min_p) <= 1:
             raise bad_value("min_p", "a number from 0 to 1", self.min_p, "It is a share of the likeliest token's.")
-        if not 0 < _check_number("repetition_penalty", self.repetition_penalty) < math.inf:
-            otherwise = "Logits are divided by it."
-            raise bad_value("repetition_penalty", "a finite number above 0", self.repetition_penalty, otherwise)
+        if not _LEAST <= _check_number("repetition_penalty", self.repetition_penalty) <= _MOST:
+            otherwise, expected = "Logits are divided by it.", f"a number from {_LEAST:g} to {_MOST:g}"
+            raise bad_value("repetition_penalty", expected, self.repetition_penalty, otherwise)
 
     def choose(self, logits: Tensor, seen: Tensor | None, generators: Sequence[torch.Generator]) -> Tensor:
         """A token of each row.
@@ -101,9 +103,14 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     Of tokens that are equally likely the one of the lower number comes first. Holtzman et al., "The Curious Case of
     Neural Text Degeneration" (2020).
     """
-    probabilities, order = logits.softmax(-1).sort(descending=True, stable=True)
-    before = probabilities.cumsum(-1) - probabilities  # of those that are likelier
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before < p)
+    if p == 1:
+        return logits
+    ranked, order = logits.softmax(-1).sort(descending=True, stable=True)
+    # In float64, which not every device has: sums in float32 are 1 long before the end of a large vocabulary.
+    probabilities = ranked.cpu().double()
+    sums = probabilities.cumsum(-1)
+    nucleus = sums - probabilities < p * sums[:, -1:]  # those that are likelier do not add up to p
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, nucleus.to(order.device))
     return logits.where(kept, -math.inf)
 
 
