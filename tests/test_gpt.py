@@ -237,6 +237,12 @@ def test_padding_may_lie_beyond_the_learned_positions():
         model(tokens, keep=keep)
 
 
+def test_no_rows_have_no_positions():
+    model = made("learned, grouped").requires_grad_(False)  # 13 positions
+    tokens = torch.zeros(0, 20, dtype=torch.int64)
+    assert model(tokens, keep=torch.ones(0, 20, dtype=torch.bool)).shape == (0, 20, V)
+
+
 def test_a_row_may_be_full_while_another_goes_on():
     model = made("learned, grouped").requires_grad_(False)  # 13 positions
     tokens, keep = some_tokens(2, 15), torch.ones(2, 15, dtype=torch.bool)
@@ -369,6 +375,8 @@ def test_refuses_caches_and_padding_that_do_not_fit():
     model, tokens = made("gpt2"), some_tokens(2, 5)
     with pytest.raises(ValueError, match="cache: expected one for each of 2 blocks, got 1 of them"):
         model(tokens, cache=model.new_cache()[:1])
+    with pytest.raises(ValueError, match="cache: expected another for each block, got one twice"):
+        model(tokens, cache=model.new_cache()[:1] * 2)
     with pytest.raises(ValueError, match=r"keep: expected the shape of tokens, \(2, 5\), got \(2, 4\)"):
         model(tokens, keep=torch.ones(2, 4, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"keep: expected a bool tensor \(B, L\), True = real token"):

@@ -235,6 +235,9 @@ class GPT(nn.Module):
         if cache is not None and len(cache) != len(self.blocks):
             got = f"{len(cache)} of them"
             raise bad_value("cache", f"one for each of {len(self.blocks)} blocks", got, "", "Make it by new_cache().")
+        if cache is not None and len({id(part) for part in cache}) < len(cache):
+            otherwise = "It would mix the keys of blocks."
+            raise bad_value("cache", "another for each block", "one twice", otherwise, "Make it by new_cache().")
         if keep is not None and (not isinstance(keep, Tensor) or keep.dtype != torch.bool):
             raise bad_type("keep", "a bool tensor (B, L), True = real token", keep)
         if keep is not None and keep.shape != tokens.shape:
@@ -252,7 +255,7 @@ class GPT(nn.Module):
             places = (keep.long().cumsum(-1) - 1).clamp(min=0)  # real tokens alone are counted
         most = L + (cache[0].length if cache is not None else 0)
         if keep is not None and most > self.context:  # padding may make it no more than it seems
-            most = int((places + 1).where(keep, 0).amax())
+            most = int((places + 1).where(keep, 0).amax()) if keep.numel() else 0
         if most > self.context:
             otherwise = "There is no vector for those beyond."
             instead = "Pass fewer tokens, such as the last ones, or take rotary positions."
