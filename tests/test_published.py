@@ -236,10 +236,10 @@ def check_same(ours: GPT, theirs: Any) -> None:
         torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"n_inner": 31}])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"n_inner": 31}, {"layer_norm_epsilon": 0.1}])
 def test_gpt2_is_transformers_own(changes: dict[str, Any]):
     theirs = gpt2(**changes)
-    ours = GPT.from_gpt2(theirs.state_dict(), heads=3)
+    ours = GPT.from_gpt2(theirs.state_dict(), heads=3, norm_eps=changes.get("layer_norm_epsilon", 1e-5))
     check_same(ours, theirs)
     assert ours.config["tied"] == (changes.get("tie_word_embeddings") is not False)
     assert ours.config["context"] == 19
@@ -265,12 +265,13 @@ def test_gpt2_in_the_forms_that_files_have():
         {"head_dim": 10},
         {"attention_bias": True},
         {"mlp_bias": True},
+        {"rms_norm_eps": 0.1},
         {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     ],
 )
 def test_llama_is_transformers_own(changes: dict[str, Any]):
     theirs = llama(**changes)
-    ours = GPT.from_llama(theirs.state_dict(), heads=4)
+    ours = GPT.from_llama(theirs.state_dict(), heads=4, norm_eps=changes.get("rms_norm_eps", 1e-5))
     check_same(ours, theirs)
     assert ours.config["kv_heads"] == changes.get("num_key_value_heads", 2)
     assert ours.config["tied"] == changes.get("tie_word_embeddings", False)
@@ -359,6 +360,16 @@ def test_published_weights_keep_their_dtype_and_can_be_saved(tmp_path: Path):
             "['transformer.wpe.weight']: expected the shape (context, E), got (5,",
         ),
         ("transformer.h.4.ln_1.weight", torch.ones(24), "expected the tensor 'h.2.ln_1.weight'"),
+        (
+            "ln_f.bias",
+            torch.ones(24),
+            "expected each tensor once, with 'transformer.' in front or without, got 'transformer.ln_f.bias' and 'ln_f",
+        ),
+        (
+            "transformer.h.1.attn.c_proj.weight",
+            torch.ones(24, 24, device="meta"),
+            "['transformer.h.1.attn.c_proj.weight']: expected a tensor with data, got one on the meta device.",
+        ),
     ],
 )
 def test_refuses_weights_of_something_else(name: str, new: Tensor | None, told: str):
@@ -371,7 +382,38 @@ def test_refuses_weights_of_something_else(name: str, new: Tensor | None, told: 
     assert str(refused.value).startswith("state_dict")
 
 
+@pytest.mark.parametrize("of", ["gpt2", "llama"])
+def test_refuses_what_is_no_dict_of_weights(of: str):
+    state = dict((gpt2() if of == "gpt2" else llama()).state_dict())
+    name = "transformer.wte.weight" if of == "gpt2" else "model.embed_tokens.weight"
+
+    def read(state: Any) -> GPT:
+        return GPT.from_gpt2(state, heads=3) if of == "gpt2" else GPT.from_llama(state, heads=4)
+
+    with pytest.raises(TypeError, match=r"^state_dict: expected a dict of tensors by name, got 3\. It is the name"):
+        read(state | {3: torch.ones(2)})
+    with pytest.raises(TypeError, match=re.escape(f"state_dict['{name}']: expected a floating dtype, got a int8 ten")):
+        read(state | {name: state[name].to(torch.int8)})
+    with pytest.raises(TypeError, match=re.escape(f"state_dict['{name}']: expected a tensor, got an object of type")):
+        read(state | {name: [1.0]})
+
+
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+def test_llamas_mlp_has_all_its_biases_or_none(part: str):
+    state = dict(llama(mlp_bias=True).state_dict())
+    del state[f"model.layers.0.mlp.{part}_proj.bias"]
+    with pytest.raises(ValueError, match=rf"^state_dict: expected the tensor 'layers.0.mlp.{part}_proj.bias' \(with"):
+        GPT.from_llama(state, heads=4)
+
+
 def test_refuses_heads_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"^heads: expected a divisor of E=24, got 5\."):
+        GPT.from_gpt2(gpt2().state_dict(), heads=5)
+    with pytest.raises(ValueError, match=r"^heads: expected at least 1, got 0\."):
+        GPT.from_gpt2(gpt2().state_dict(), heads=0)
+    empty = {f"layers.0.self_attn.{part}_proj.weight": torch.ones(0, 24) for part in "qk"}
+    with pytest.raises(ValueError, match=r"^heads: expected the number of query heads, .*, got 4 for 0 rows of q"):
+        GPT.from_llama({"embed_tokens.weight": torch.ones(37, 24)} | empty, heads=4)
     with pytest.raises(ValueError, match="heads: expected an int where E is not a multiple of 64, got None, with E=24"):
         GPT.from_gpt2(gpt2().state_dict())
     with pytest.raises(

@@ -32,8 +32,8 @@ def from_gpt2(cls: type[G], state_dict: Mapping[str, Tensor], *, heads: int | No
         norm_eps: of the layer norms.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of a shape that does not fit.
-        TypeError: state_dict is not one.
+        ValueError: a tensor is missing, unknown, given twice, without data or of a shape that does not fit.
+        TypeError: state_dict is not one, or a tensor's dtype no floating one.
     """
     given = _Given(state_dict, "transformer.", r"h\.\d+\.attn\.(masked_)?bias")  # the causal mask, and its -1e4
     V, E = given.matrix("wte.weight", "vocabulary, E")
@@ -42,6 +42,8 @@ def from_gpt2(cls: type[G], state_dict: Mapping[str, Tensor], *, heads: int | No
         if E % 64:
             raise bad_value("heads", "an int where E is not a multiple of 64", f"None, with E={E}")
         heads = E // 64
+    if E % check_size("heads", heads):
+        raise bad_value("heads", f"a divisor of E={E}", heads, "Heads share the width evenly.")
     layers, hidden = given.count("h."), given.matrix("h.0.mlp.c_fc.weight", "E, hidden")[1]
 
     found = {"embedding.weight": given.take("wte.weight", V, E)}
@@ -95,8 +97,8 @@ def from_llama(
         norm_eps: `rms_norm_eps`: 1e-5 in Llama 2 and 3, 1e-6 in Llama 1.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of a shape that does not fit.
-        TypeError: state_dict is not one.
+        ValueError: a tensor is missing, unknown, given twice, without data or of a shape that does not fit.
+        TypeError: state_dict is not one, or a tensor's dtype no floating one.
     """
     check_size("heads", heads)
     given = _Given(state_dict, "model.", r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -104,10 +106,12 @@ def from_llama(
     first = "layers.0.self_attn."
     rows, k_rows = (given.matrix(f"{first}{name}_proj.weight", "rows, E")[0] for name in "qk")
     D = rows // heads
-    if rows % heads or k_rows % D:
+    if not rows or rows % heads or k_rows % D:
         got = f"{rows} rows of q, {k_rows} of k"
         raise bad_value("heads", "the number of query heads, each with an equal share of rows", f"{heads} for {got}")
     layers, hidden = given.count("layers."), given.matrix("layers.0.mlp.gate_proj.weight", "hidden, E")[0]
+    qkv_bias, out_bias = given.has(f"{first}q_proj.bias"), given.has(f"{first}o_proj.bias")
+    mlp_bias = any(given.has(f"layers.0.mlp.{part}_proj.bias") for part in ("gate", "up", "down"))  # then all have one
 
     found = {"embedding.weight": given.take("embed_tokens.weight", V, E)}
     for i in range(layers):
@@ -115,20 +119,17 @@ def from_llama(
         found[f"{ours}attn_norm.weight"] = given.take(f"{theirs}input_layernorm.weight", E)
         found[f"{ours}mlp_norm.weight"] = given.take(f"{theirs}post_attention_layernorm.weight", E)
         parts = [
-            given.linear(f"{theirs}self_attn.{part}_proj", part, size, E, bias=given.has(f"{first}q_proj.bias"))
+            given.linear(f"{theirs}self_attn.{part}_proj", part, size, E, bias=qkv_bias)
             for part, size in (("q", rows), ("k", k_rows), ("v", k_rows))
         ]
         for end in ("weight", "bias"):
             joined = [tensor for part in parts for name, tensor in part.items() if name.endswith(end)]
             if joined:
                 found[f"{ours}attn.qkv_proj.{end}"] = torch.cat(joined)
-        for name, own, *sizes in (
-            ("self_attn.o_proj", "attn.out_proj", E, rows),
-            ("mlp.gate_proj", "mlp.gate_proj", hidden, E),
-            ("mlp.up_proj", "mlp.up_proj", hidden, E),
-            ("mlp.down_proj", "mlp.down_proj", E, hidden),
-        ):
-            found |= given.linear(f"{theirs}{name}", f"{ours}{own}", *sizes, bias=given.has(f"layers.0.{name}.bias"))
+        found |= given.linear(f"{theirs}self_attn.o_proj", f"{ours}attn.out_proj", E, rows, bias=out_bias)
+        for part, *sizes in (("gate", hidden, E), ("up", hidden, E), ("down", E, hidden)):
+            name = f"mlp.{part}_proj"
+            found |= given.linear(f"{theirs}{name}", f"{ours}{name}", *sizes, bias=mlp_bias)
     found["norm.weight"] = given.take("norm.weight", E)
     tied = given.head(found, V, E)
     given.check_all_used()
@@ -136,8 +137,7 @@ def from_llama(
         model = cls(
             V, E, layers, heads, kv_heads=k_rows // D, head_dim=D, hidden=hidden, context=context, mlp="swiglu",
             rope_theta=rope_theta, rope_scaling=rope_scaling, norm="rms", norm_eps=norm_eps, tied=tied,
-            bias=given.has("layers.0.mlp.down_proj.bias"), attn_bias=given.has(f"{first}q_proj.bias"),
-            out_bias=given.has(f"{first}o_proj.bias"),
+            bias=mlp_bias, attn_bias=qkv_bias, out_bias=out_bias,
         )  # fmt: skip
     return _filled(model, found)
 
@@ -154,11 +154,18 @@ class _Given:
     def __init__(self, state_dict: object, prefix: str, ignored: str) -> None:
         if not isinstance(state_dict, Mapping):
             raise bad_type("state_dict", "a dict of tensors by name", state_dict, "", "Pass model.state_dict().")
+        self.full: dict[str, str] = {}
+        self.tensors: dict[str, Tensor] = {}
         for name, tensor in state_dict.items():
+            if not isinstance(name, str):
+                raise bad_type("state_dict", "a dict of tensors by name", name, "It is the name of one.")
             if not isinstance(tensor, Tensor):
                 raise bad_type(f"state_dict[{name!r}]", "a tensor", tensor)
-        self.full = {str(name).removeprefix(prefix): str(name) for name in state_dict}
-        self.tensors = {name.removeprefix(prefix): tensor.detach() for name, tensor in state_dict.items()}
+            short = name.removeprefix(prefix)
+            if short in self.full:
+                got = f"{self.full[short]!r} and {name!r}"
+                raise bad_value("state_dict", f"each tensor once, with {prefix!r} in front or without", got)
+            self.full[short], self.tensors[short] = name, tensor.detach()
         self.prefix, self.used = prefix, {name for name in self.tensors if re.fullmatch(ignored, name)}
 
     def has(self, name: str) -> bool:
@@ -186,10 +193,15 @@ class _Given:
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor that must be there, of this shape."""
+        """A tensor that must be there, of this shape, whose numbers can be copied."""
         tensor = self.find(name)
+        argument = f"state_dict[{self.full[name]!r}]"
         if tensor.shape != shape:
-            raise bad_value(f"state_dict[{self.full[name]!r}]", f"the shape {shape}", describe(tensor))
+            raise bad_value(argument, f"the shape {shape}", describe(tensor))
+        if not tensor.is_floating_point():
+            raise bad_type(argument, "a floating dtype", tensor, "", "Undo quantisation first.")
+        if tensor.is_meta:
+            raise bad_value(argument, "a tensor with data", "one on the meta device", "", "Read its numbers first.")
         self.used.add(name)
         return tensor
 
