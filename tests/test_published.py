@@ -17,6 +17,7 @@ from multihead import LinearScaling, Llama3Scaling, YarnScaling
 from multihead.models import saving
 from multihead.models.gpt import GPT
 from multihead.models.saving import load, save
+from multihead.models.translator import Translator
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -104,6 +105,70 @@ def test_what_is_shared_is_stored_once_and_stays_shared(tmp_path: Path, monkeypa
     assert again.count == 3
 
 
+def tied_by_hand() -> GPT:
+    model = small(tied=False)
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def alike_in_memory() -> GPT:
+    model = small(tied=False)
+    model.head.weight = nn.Parameter(model.embedding.weight.data)
+    return model
+
+
+def one_mlp() -> GPT:
+    model = small()
+    model.blocks[1].mlp = model.blocks[0].mlp
+    return model
+
+
+def views_of_one() -> GPT:
+    model = small()
+    flat = torch.cat([parameter.flatten() for parameter in model.parameters()])
+    for parameter in model.parameters():
+        parameter.data, flat = flat[: parameter.numel()].view(parameter.shape), flat[parameter.numel() :]
+    return model
+
+
+@pytest.mark.parametrize("made", [tied_by_hand, alike_in_memory, one_mlp, views_of_one])
+def test_what_is_shared_by_hand_is_stored_for_itself(tmp_path: Path, made: Any):
+    model, tokens = made(), some_tokens(2, 7)
+    before = torch.get_rng_state()
+    model.save(tmp_path / "model")
+    assert torch.equal(torch.get_rng_state(), before)
+    again = GPT.load(tmp_path / "model")
+    assert torch.equal(again(tokens), model(tokens))
+    state = again.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_translator_tied_by_hand(tmp_path: Path):
+    model = Translator(9, 9, 8, 1, 2, tied=False).eval()
+    model.output.weight = model.source_embedding.weight = model.target_embedding.weight
+    save(model, tmp_path / "model")
+    again, tokens = load(tmp_path / "model", kind=Translator).eval(), some_tokens(2, 7, most=9)
+    assert torch.equal(again(tokens, tokens), model(tokens, tokens))
+
+
+def test_refuses_to_save_what_its_config_does_not_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(saving._MODULES, "Sharing", __name__)
+    wide, more, whole, untied = small(), small(), small(), Sharing(5)
+    wide.embedding = nn.Embedding(25, 24)
+    more.adapter = nn.Linear(2, 2)
+    whole.norm.weight = nn.Parameter(torch.ones(24, dtype=torch.int8), requires_grad=False)
+    untied.second.weight = nn.Parameter(torch.ones(5, 5))
+    for model, told in (
+        (wide, "expected embedding.weight of shape (23, 24), got (25, 24)."),
+        (more, "expected the tensors of GPT, got them with adapter.weight, adapter.bias besides."),
+        (whole, "expected norm.weight of a dtype like torch.float32, got torch.int8."),
+        (untied, "expected the tensors of Sharing, got them with second.weight besides."),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(f'model: {told}')}$"):
+            save(model, tmp_path / "model")
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("at", ["os.fsync", "os.replace", "safetensors.torch.save_file"])
 def test_an_end_in_between_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str):
     path = tmp_path / "model"
@@ -133,6 +198,37 @@ def test_refuses_a_file_that_is_cut_off(tmp_path: Path, share: float):
     with pytest.raises(ValueError, match=f"^{path}: expected {expected}, got") as refused:
         load(path)
     assert "\n" not in str(refused.value)
+
+
+def raw(header: str, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode() + data
+
+
+def test_refuses_a_file_that_goes_on(tmp_path: Path):
+    path = tmp_path / "model"
+    save(small(), path)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + b"more")
+    told = f"model: expected a safetensors file, got {size + 4} bytes, but its tensors end at {size}. Copy it again."
+    with pytest.raises(ValueError, match=re.escape(told)):
+        load(path)
+
+
+@pytest.mark.parametrize("told", ["[]", "null", "3", '["format"]', '{"format": 3}', '{"class": ["GPT"]}'])
+def test_refuses_a_header_of_another_form(tmp_path: Path, told: str):
+    (tmp_path / "model").write_bytes(raw(f'{{"__metadata__": {told}}}'))
+    with pytest.raises(ValueError, match=r"model: expected a safetensors file, got one whose header can't be read\."):
+        load(tmp_path / "model")
+
+
+def test_refuses_what_is_nested_without_end(tmp_path: Path):
+    deep, path = '{"a": ' * 100_000, tmp_path / "model"
+    path.write_bytes(raw(deep))
+    with pytest.raises(ValueError, match=r"model: expected a safetensors file, got one whose header can't be read\."):
+        load(path)
+    saving.write({}, path, {"format": "multihead", "class": "GPT", "config": deep})
+    with pytest.raises(ValueError, match=r"model: expected a config in JSON .*, got none that can be read\."):
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +265,11 @@ def test_a_missing_file_is_an_error_of_the_system(tmp_path: Path):
         ({"layers": 3}, "expected the tensors of GPT, got them without blocks.2.attn_norm.weight, "),
         ({"tied": False}, "expected the tensors of GPT, got them without head.weight."),
         ({"hidden": 11}, "expected blocks.0.mlp.down_proj.weight of shape (24, 11), got (24, 96)."),
+        # Sizes that there is neither memory nor time to build.
+        ({"vocabulary": 10**13}, f"expected embedding.weight of shape ({10**13}, 24), got (23, 24)."),
+        ({"vocabulary": 10**30}, "expected a config that GPT takes, got one that it refuses ("),
+        ({"layers": 10**9}, "expected tensors of layers=1000000000, got 27 in all."),
+        ({"rope_theta": 10**400}, "expected a config that GPT takes, got one that it refuses (int too large to"),
     ],
 )
 def test_refuses_a_file_of_something_else(tmp_path: Path, changes: dict[str, Any] | None, told: str):
@@ -181,6 +282,15 @@ def test_refuses_a_file_of_something_else(tmp_path: Path, changes: dict[str, Any
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {told}')}") as refused:
         load(path)
     assert "\n" not in str(refused.value)
+
+
+def test_refuses_tensors_of_another_kind(tmp_path: Path):
+    model, path = small(), tmp_path / "model"
+    state = model.state_dict()
+    state["norm.weight"] = state["norm.weight"].int()
+    saving.write(state, path, {"format": "multihead", "class": "GPT", "config": json.dumps(model.config)})
+    with pytest.raises(ValueError, match=r"model: expected norm.weight of a dtype like torch.float32, got torch.int32"):
+        load(path)
 
 
 def test_refuses_a_file_of_another_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import bad_type, bad_value
+from multihead.errors import bad_type, bad_value, is_int
 from multihead.whole_files import write_whole
 
 M = TypeVar("M", bound=nn.Module)
@@ -28,7 +28,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model as one safetensors file.
 
     It is written beside its place and then renamed: whatever happens meanwhile, at `path` there is the whole file or
-    what was there before. Parameters that are shared within the model are stored once.
+    what was there before. Parameters that are shared by the model's form are stored once.
 
     Args:
         model: a GPT or a Translator, on any device and of any dtype.
@@ -36,6 +36,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: it is not one of these models.
+        ValueError: its tensors are not those of its config, so that nothing could be built from the file.
         OSError: it can't be written.
         ImportError: safetensors is not installed.
     """
@@ -43,7 +44,18 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if name not in _MODULES or not isinstance(getattr(model, "config", None), dict):
         raise bad_type("model", f"one of {', '.join(_MODULES)}", model, "A file says by name what to build from it.")
     metadata = {"format": "multihead", "class": name, "config": json.dumps(model.config)}
-    tensors = {name: tensor.detach().contiguous() for name, tensor in _stored(model).items()}
+    planned = _planned(type(model), model.config)
+    # What shares its numbers by hand alone is stored for itself: nothing in the file says that it shares them.
+    names = {*_stored(model), *_stored(planned)}
+    named = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in names}
+    _check_fit(planned, named, "model")
+    tensors: dict[str, Tensor] = {}
+    places: set[int] = set()  # in memory, of what is stored so far
+    for name, tensor in named.items():
+        plain = tensor.detach().contiguous()
+        place = plain.untyped_storage().data_ptr()
+        tensors[name] = plain.clone() if place in places else plain
+        places.add(place)
     write(tensors, path, metadata)
 
 
@@ -77,28 +89,40 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ki
     name, config = _described(path, metadata)
     if kind is not None and kind.__name__ != name:
         raise _unfit(path, f"a file of {kind.__name__}", f"one of {name}")
-    made_by: Any = getattr(importlib.import_module(_MODULES[name]), name)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # its first weights are drawn, and thrown away
-            model = made_by(**config)
-    except (TypeError, ValueError) as error:
-        raise _unfit(path, f"a config that {name} takes", f"one that it refuses ({error})") from None
     tensors = safetensors.load_file(path, device="cpu")
-    fill(model, tensors, str(path))
+    model = _built(path, name, config, tensors)
+    for own, tensor in _stored(model).items():
+        # A copy: a file's tensors lie in it, at addresses for which products round otherwise, and it may change.
+        tensor.data = tensors[own].clone()
     return cast(M, model.to(device))
 
 
-def fill(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Make tensors the values of a model's parameters and buffers; shared ones are given once and stay shared.
+def _built(path: Path, name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> nn.Module:
+    """The model of a file's config, once it is clear that the file's tensors are its own: so a config can't ask for
+    more memory or time than the file is worth."""
+    made_by: Any = getattr(importlib.import_module(_MODULES[name]), name)
+    for argument in ("layers", "decoder_layers"):
+        count = config.get(argument)
+        if is_int(count) and count > len(tensors):
+            raise _unfit(path, f"tensors of {argument}={count}", f"{len(tensors)} in all")
+    try:
+        planned = _planned(made_by, config)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        told = str(error).partition("\n")[0]
+        raise _unfit(path, f"a config that {name} takes", f"one that it refuses ({told})") from None
+    _check_fit(planned, tensors, str(path))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # its first weights are drawn, and thrown away
+        return made_by(**config)
 
-    Args:
-        model: takes copies of them, in their dtypes and on their devices.
-        tensors: by the names of `state_dict`, without those that are an earlier one once more.
-        where: they come from, for the message.
 
-    Raises:
-        ValueError: one is missing, one too many, or one of another shape.
-    """
+def _planned(made_by: Any, config: Any) -> nn.Module:
+    """The model of a config without numbers: what it takes no memory to build."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return made_by(**config)
+
+
+def _check_fit(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Raises where these are not a model's tensors, by the names of `state_dict`, those that are shared once."""
     own = _stored(model)
     missing, unexpected = [name for name in own if name not in tensors], [name for name in tensors if name not in own]
     if missing or unexpected:
@@ -108,9 +132,8 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             raise _unfit(where, f"{name} of shape {tuple(own[name].shape)}", tuple(tensor.shape))
-    for name, tensor in tensors.items():
-        # A copy: a file's tensors lie in it, at addresses for which products round otherwise, and it may change.
-        own[name].data = tensor.clone()
+        if tensor.is_floating_point() != own[name].is_floating_point():
+            raise _unfit(where, f"{name} of a dtype like {own[name].dtype}", tensor.dtype)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -132,11 +155,15 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     try:
         described: Any = json.loads(header)
         metadata = described.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError
         end = 8 + length + max((entry["data_offsets"][1] for entry in described.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _unfit(path, "a safetensors file", "one whose header can't be read", "Check the path.") from None
     if size < end:
         raise _cut_off(path, size, f"its tensors end at {end}")
+    if size != end:
+        raise _unfit(path, "a safetensors file", f"{size} bytes, but its tensors end at {end}", "Copy it again.")
     return metadata
 
 
@@ -150,7 +177,7 @@ def _described(path: Path, metadata: dict[str, str]) -> tuple[str, dict[str, Any
         raise _unfit(path, f"a file of {' or '.join(_MODULES)}", f"one of {name!r}")
     try:
         config: Any = json.loads(metadata["config"])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise _unfit(path, "a config in JSON in the file's header", "none that can be read")
