@@ -284,6 +284,16 @@ def test_refuses_a_file_of_something_else(tmp_path: Path, changes: dict[str, Any
     assert "\n" not in str(refused.value)
 
 
+def test_refuses_more_blocks_of_a_decoder_than_there_can_be(tmp_path: Path):
+    model, path = Translator(9, 9, 8, 1, 2), tmp_path / "model"
+    model.config["decoder_layers"] = 10**9
+    saving.write(
+        model.state_dict(), path, {"format": "multihead", "class": "Translator", "config": json.dumps(model.config)}
+    )
+    with pytest.raises(ValueError, match="model: expected tensors of decoder_layers=1000000000, got"):
+        load(path)
+
+
 def test_refuses_tensors_of_another_kind(tmp_path: Path):
     model, path = small(), tmp_path / "model"
     state = model.state_dict()

@@ -45,11 +45,11 @@ def generate(
         model: predicts the next token.
         prompts: (L,) int64 each, of any lengths from 1 on.
         max_new_tokens: how many tokens to write, in rows that meet no stop.
-        temperature: logits are divided by it; 0 takes the likeliest token always.
+        temperature: from 1e-5 to 1e9, logits are divided by it; 0 takes the likeliest token always.
         top_k: draw from so many of the likeliest tokens.
         top_p: draw from the fewest tokens whose probabilities add up to it; above 0, up to 1.
         min_p: draw from tokens at least so likely as this times the likeliest; from 0 to 1.
-        repetition_penalty: above 1, tokens of the row so far, prompt included, become less likely.
+        repetition_penalty: above 1, tokens of the row so far, prompt included, become less likely; from 1e-5 to 1e9.
         seed: row 0 draws by it, row i by `row_seed(seed, i)`; None for another text each time.
         stop: token sequences. A row that has written one is finished, and its last tokens are that.
         use_cache: keep keys and values of earlier tokens instead of computing them again. The result is the same.
