@@ -69,7 +69,7 @@ class Record:
     ) -> None:
         values = k[..., :1] if v is None and isinstance(k, Tensor) and k.ndim else v
         with torch.no_grad():
-            self._request = make_request(
+            self._call: Request | None = make_request(
                 q, k, values, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False,  # type: ignore[arg-type]
                 reference.attention,
             )  # fmt: skip
@@ -80,8 +80,8 @@ class Record:
         self._found: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
-        name = f"{self.name}: " if self.name else ""
-        return f"Record({name}{', '.join(map(str, self.shape))})"
+        name, held = f"{self.name}: " if self.name else "", "" if self._call else f", only {', '.join(self._found)}"
+        return f"Record({name}{', '.join(map(str, self.shape))}{held})"
 
     @property
     def nbytes(self) -> int:
@@ -198,8 +198,6 @@ class Record:
         """
         statistics.check_names(names)
         missing = [name for name in dict.fromkeys(names) if name not in self._found]
-        if missing and self._request is None:
-            raise bad_value("statistic", f"one that was captured: {', '.join(self._found)}", missing[0])
         if missing:
             self._found |= self.gather({name: statistics.BY_NAME[name] for name in missing})
         return {name: self._found[name] for name in names}
@@ -357,12 +355,12 @@ class Record:
         Raises:
             ValueError: v or the output is not here, or there was dropout.
         """
+        B, H, K, L, _, _, V = self._request.sizes
         if self.v is None or self.out is None:
             raise bad_value("check()", "a record with v and out", "one without", "", "Pass both to Record.")
         if self.dropout:
             otherwise = "The output was made with weights that were dropped."
             raise bad_value("check()", "a call without dropout", f"dropout={self.dropout}", otherwise, "Use eval().")
-        B, H, K, L, _, _, V = self._request.sizes
         v, out = self._request.v.to(self._wide), None
         if self._join is None:
             out = self.out.reshape(B, H, L, V)
@@ -384,9 +382,17 @@ class Record:
     def let_go(self) -> None:
         """Hold no more than the statistics that were computed."""
         self.q = self.k = self.v = self.out = self._sinks = self._join = None  # type: ignore[assignment]
-        self._request = None  # type: ignore[assignment]
+        self._call = None
 
     # Inside -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _request(self) -> Request:
+        if self._call is None:
+            otherwise = "Its q and k were not kept."
+            expected = f"one that was captured: {', '.join(self._found)}"
+            raise bad_value(f"record of {self.name!r}", expected, "another statistic", otherwise)
+        return self._call
 
     @property
     def _wide(self) -> torch.dtype:
@@ -403,8 +409,6 @@ class Record:
         return self._shaped(weights)
 
     def _of(self, make: Callable[[Request], statistics.Statistic]) -> Any:
-        if self._request is None:
-            raise bad_value("statistic", f"one that was captured: {', '.join(self._found)}", "another")
         return self.gather({"": make})[""]
 
     def _tensor(self, make: Callable[[Request], statistics.Statistic]) -> Tensor:
