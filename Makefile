@@ -4,13 +4,13 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 CMAKE := $(or $(shell command -v cmake),$(BIN)/cmake)
 MAKEFLAGS += --no-print-directory
-NATIVE_TESTS := tests/test_build.py $(wildcard tests/test_native*.py)
+NATIVE_TESTS := tests/test_build.py tests/test_cache_in_place.py $(wildcard tests/test_native*.py)
 
 .PHONY: help demo test check format bench native sanitize clean
 
 help:
 	@echo "make demo    train a small GPT made of Attention for about a minute, on text that is already here,"
-	@echo "             then a small model of torch's layer beside the same with the drop-in swapped in"
+	@echo "             then the same model on torch's layer beside it"
 	@echo "make test    run the tests"
 	@echo "make check   formatting, lint, types, import direction"
 	@echo "make bench   measure multihead against torch, about twenty minutes"

@@ -84,15 +84,41 @@ def attention(
 
     Under autocast q, k and v are converted to its dtype, as torch's own attention does.
     """
-    q, k, v, device, without = from_autocast(q, k, v)
     if return_lse is not True and return_lse is not False:
         raise bad_type("return_lse", "True or False", return_lse)
+    out, lse = attended(
+        q, k, v, mask, bias, scale, softcap, sinks, dropout, q_positions, k_positions, kernel, return_lse
+    )
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | Position | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    kernel: str | None = None,
+    needs_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What `attention` gives, and the lse where it was asked for or the kernel found it on the way. Args and errors: as
+    of `attention`."""
+    q, k, v, device, without = from_autocast(q, k, v)
     dtype = q.dtype if isinstance(q, Tensor) else None
     if sinks is not None and device == "cpu" and dtype in (torch.float16, torch.bfloat16):
         # The kernels compute in float32 there. So does the product with the sinks' share, for one rounding in all.
         q, k, v = _in_float32(q, k, v, dtype)
     with without:
-        needs_lse = return_lse or sinks is not None
+        needs_lse = needs_lse or sinks is not None
         request = make_request(
             q, k, v, mask, bias, scale, softcap, dropout, q_positions, k_positions, needs_lse, reference.attention
         )
@@ -106,10 +132,7 @@ def attention(
     if q.ndim != 4:
         out = out.reshape(*q.shape[:-1], v.shape[-1])
         lse = lse if lse is None else lse.reshape(q.shape[:-1])
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+    return out, lse
 
 
 def attention_over(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead import whole
-from multihead.attention import attention, attention_over
+from multihead.attention import attended, attention, attention_over
 from multihead.cache import KVCache
 from multihead.cache_format import Stored
 from multihead.cache_ledger import Step
@@ -196,7 +196,7 @@ class AttentionLayer(Projections):
             found = whole.run(self, query, look)
             if self.watcher is not None:
                 q, k, v = self.project(query, key, value, layouts)
-                self.watcher(Seen(q, k, v, None, {}, 0.0, found[0], self._joined))
+                self.watcher(Seen(q, k, v, None, {}, 0.0, found[0], join=self._joined))
             return found
         dropout = self.dropout if self.training else 0.0
         if cache is not None and step is not None:
@@ -211,8 +211,13 @@ class AttentionLayer(Projections):
             # Shapes: (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V).
             q, k, v = self.project(query, key, value, layouts)
             q, k = self._placed(q, k, q_positions, k_positions)
-            out, weights = self.attend(q, k, v, mask, look, dropout, scores)
-            if self.watcher is not None:
+            if self.watcher is None:
+                out, weights = self.attend(q, k, v, mask, look, dropout, scores)
+            elif look is None and _is_own(self.attend) and not self.needs_lse:
+                (out, lse), weights = attended(q, k, v, mask, dropout=dropout, **scores), None
+                self.watcher(Seen(q, k, v, mask, scores, dropout, out, lse))
+            else:
+                out, weights = self.attend(q, k, v, mask, look, dropout, scores)
                 self.watcher(Seen(q, k, v, mask, scores, dropout, out))
         out = out.transpose(-2, -3)  # (*batch, L, H, V)
         out = (out if layouts[0] is None else layouts[0].back(out)).flatten(-2)

@@ -18,6 +18,7 @@ class Seen(NamedTuple):
         mask, scores: what acts on the scores, as `attention` takes it.
         dropout: of the weights.
         out: (*batch, H, L, V), or what `join` makes of it.
+        lse: (*batch, H, L), if it was found on the way.
         join: None if `out` is what the heads gave.
     """
 
@@ -28,6 +29,7 @@ class Seen(NamedTuple):
     scores: dict[str, Any]
     dropout: float
     out: Tensor
+    lse: Tensor | None = None
     join: Callable[[Tensor], Tensor] | None = None
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from multihead.errors import is_int
-from multihead.inspection.record import MOST_BYTES, Record
+from multihead.inspection.exact import MOST_BYTES
+from multihead.inspection.record import Record
 from multihead.inspection.rollout import rollout
 from multihead.inspection.statistics import check_names
 from multihead.inspection.summary import Summary, summarize
@@ -142,5 +143,5 @@ def _record(name: str, seen: Seen) -> Record:
     }
     return Record(
         seen.q.detach(), seen.k.detach(), seen.v.detach(), mask=seen.mask, **tensors, out=seen.out.detach(),
-        join=seen.join, dropout=seen.dropout, name=name,
+        join=seen.join, dropout=seen.dropout, lse=None if seen.lse is None else seen.lse.detach(), name=name,
     )  # fmt: skip

@@ -80,13 +80,26 @@ def walk(request: Request, sinks: Tensor | None, size: int, rows: slice = slice(
 
 
 def _block(request: Request, sinks: Tensor | None, rows: slice, keys: Tensor) -> Block:
+    columns, hides = _columns(request, rows)
+    scores, visible = _scores(request, rows, columns, keys[..., columns], hides)
+    top = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
+    below = scores.sub_(top.masked_fill(top == -math.inf, 0.0)[..., None]).clamp_(min=_FAR)
+    weights = below.exp()
+    blind = top == -math.inf
+    log_total = weights.sum(-1).masked_fill_(blind, 1.0).log_()
+    if sinks is not None:
+        log_total = torch.logaddexp(log_total, (sinks.to(top.dtype)[:, None] - top).masked_fill_(blind, -math.inf))
+    weights = weights.mul_((-log_total).exp_().masked_fill_(blind, 0.0)[..., None])
+    return Block(rows, columns, weights, below, top, log_total, visible)
+
+
+def _scores(request: Request, rows: slice, columns: slice, keys: Tensor, hides: bool) -> tuple[Tensor, Tensor | None]:
+    """The scores of a rectangle (B, H, r, c), -inf where hidden, and what is visible. keys are (B, K, D, c)."""
     B, H, K, _, _, D, _ = request.sizes
     r = rows.stop - rows.start
-    columns, hides = _columns(request, rows)
     q = request.q[:, :, rows].to(keys.dtype) * request.scale
     # Query heads that share a key head are rows of one product.
-    scores = q.reshape(B, K, H // K * r, D) @ keys[..., columns]
-    scores = scores.view(B, H, r, columns.stop - columns.start)
+    scores = (q.reshape(B, K, H // K * r, D) @ keys).view(B, H, r, keys.shape[-1])
     if request.softcap is not None:
         scores = request.softcap * torch.tanh(scores / request.softcap)
     visible = request.visible(rows, columns) if hides else None
@@ -97,15 +110,17 @@ def _block(request: Request, sinks: Tensor | None, rows: slice, keys: Tensor) ->
         visible = shown if visible is None else visible & shown
     if visible is not None:
         scores = scores.masked_fill_(~visible, -math.inf)
-    top = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
-    below = scores.sub_(top.masked_fill(top == -math.inf, 0.0)[..., None]).clamp_(min=_FAR)
-    weights = below.exp()
-    blind = top == -math.inf
-    log_total = weights.sum(-1).masked_fill_(blind, 1.0).log_()
-    if sinks is not None:
-        log_total = torch.logaddexp(log_total, (sinks.to(top.dtype)[:, None] - top).masked_fill_(blind, -math.inf))
-    weights = weights.mul_((-log_total).exp_().masked_fill_(blind, 0.0)[..., None])
-    return Block(rows, columns, weights, below, top, log_total, visible)
+    return scores, visible
+
+
+@torch.no_grad()
+def keys_of(request: Request, columns: slice, lse: Tensor) -> Tensor:
+    """The weights of all queries on some neighbouring keys, (B, H, L, c), from the log of the denominators (B, H, L).
+    NaN for queries that see nothing."""
+    with torch.autocast(request.q.device.type, enabled=False):
+        keys = request.k[:, :, columns].to(lse.dtype).transpose(-1, -2)
+        scores, _ = _scores(request, slice(0, request.sizes.L), columns, keys, request.mask is not None)
+        return (scores - lse.masked_fill(lse == -math.inf, math.nan)[..., None]).exp()
 
 
 def _columns(request: Request, rows: slice) -> tuple[slice, bool]:

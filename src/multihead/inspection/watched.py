@@ -88,7 +88,7 @@ def _look_from_outside(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, look: Any, dropout: float, scores: Any) -> Any:  # noqa: ARG001
         nothing = v.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
-        watcher(Seen(q, k, v, mask, scores, dropout, out, joined))
+        watcher(Seen(q, k, v, mask, scores, dropout, out, join=joined))
         return nothing, None
 
     def joined(heads: Tensor) -> Tensor:
