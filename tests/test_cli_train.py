@@ -364,16 +364,34 @@ def test_of_several_processes_the_first_refuses(run: Path, monkeypatch: pytest.M
     assert refusal(call("train", "--out", run)).startswith("--out: expected a folder without a run")
 
 
-def test_a_full_disk_is_told_in_one_line(poem: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no limits of this kind")
+def test_a_full_disk_is_told_in_one_line(poem: Path, out: Path):
+    """As it comes from the library that writes: here because no file may be as long as the model's."""
+    import resource
 
-    monkeypatch.setattr("multihead.models.saving.write", fail)
-    result = call("train", *TINY, "--text", poem, "--out", out)
-    assert result.exit_code == 2
-    assert result.stderr == (
-        f"multihead: {out}: can't be written to (No space left on device). What was saved last stands.\n"
-    )
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        result = call("train", *TINY, "--width", 64, "--text", poem, "--out", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.startswith(f"multihead: {out}: can't be written to (")
+    assert "File too large" in result.stderr
+    assert result.stderr.endswith("What was saved last stands.\n")
+    assert result.stderr.count("\n") == 1
+    assert not list(out.glob(".*.tmp"))
+
+
+def test_a_text_whose_name_is_not_utf8(poem: Path, out: Path):
+    try:
+        named = poem.rename(os.fsdecode(os.fsencode(poem.parent) + b"/caf\xe9.txt"))
+    except (OSError, UnicodeError):
+        pytest.skip("this file system has no such names")
+    result = call("train", *TINY, "--text", named, "--out", out)
+    assert result.exit_code == 0, result.exception
+    result = call("train", "--out", out, "--resume", "--steps", 5)
+    assert result.exit_code == 0, result.exception
 
 
 def test_a_model_that_can_not_be_compiled(poem: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
@@ -524,6 +542,14 @@ def test_generate_refuses_what_is_no_run(run: Path, poem: Path):
         assert name in refusal(call("generate", copy))
         (copy / name).unlink()
         assert name in refusal(call("generate", copy))
+
+
+def test_refuses_a_damaged_model(run: Path):
+    path = run / "model.safetensors"
+    data = path.read_bytes()
+    for spoiled in (data + b"x", data.replace(b'"F32"', b'"F16"', 1), data.replace(b"[0,", b"[4,", 1)):
+        path.write_bytes(spoiled)
+        assert refusal(call("generate", run)).startswith(f"{path}: expected a safetensors file, got a damaged one (")
 
 
 def test_refuses_a_model_and_a_tokenizer_that_do_not_fit(run: Path, poem: Path, out: Path):

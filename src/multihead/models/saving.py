@@ -66,8 +66,31 @@ def write(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: di
         OSError: it can't be written.
         ImportError: safetensors is not installed.
     """
-    save_file = _safetensors().save_file
-    write_whole(Path(path), lambda beside: save_file(tensors, beside, metadata=metadata))
+    safetensors = _safetensors()
+
+    def save_file(beside: Path) -> None:
+        try:
+            safetensors.torch.save_file(tensors, beside, metadata=metadata)
+        except safetensors.SafetensorError as error:  # how it tells of a full disk too
+            raise OSError(str(error)) from None
+
+    write_whole(Path(path), save_file)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by name, on the CPU.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: it can't be read.
+        ImportError: safetensors is not installed.
+    """
+    safetensors = _safetensors()
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load_file(path, device="cpu")
+    except safetensors.SafetensorError as error:
+        raise _unfit(path, "a safetensors file", f"a damaged one ({error})", "Copy or download it again.") from None
+    return tensors
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", kind: type[M] | None = None) -> M:
@@ -79,17 +102,17 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ki
         kind: the class that it has to be of; None for any.
 
     Raises:
-        ValueError: the file is no safetensors file, cut off, of something else, or its tensors do not fit its config.
+        ValueError: the file is no safetensors file, cut off, damaged, of something else, or its tensors do not fit its
+            config.
         OSError: it can't be read.
         ImportError: safetensors is not installed.
     """
     path = Path(path)
-    safetensors = _safetensors()
     metadata = read_metadata(path)
     name, config = _described(path, metadata)
     if kind is not None and kind.__name__ != name:
         raise _unfit(path, f"a file of {kind.__name__}", f"one of {name}")
-    tensors = safetensors.load_file(path, device="cpu")
+    tensors = read(path)
     model = _built(path, name, config, tensors)
     for own, tensor in _stored(model).items():
         # A copy: a file's tensors lie in it, at addresses for which products round otherwise, and it may change.
@@ -195,8 +218,10 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _safetensors() -> Any:
+    """The package, with its part for torch."""
     try:
-        return importlib.import_module("safetensors.torch")
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
     except ModuleNotFoundError as missing:
         told = f"saving and loading models needs safetensors ({missing}). Next: pip install 'multihead[models]'"
         raise ImportError(told) from None

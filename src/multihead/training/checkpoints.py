@@ -10,7 +10,6 @@ from torch import Tensor
 
 from multihead.errors import bad_value
 from multihead.models import saving
-from multihead.training.packages import need
 from multihead.whole_files import write_whole
 
 _FORMAT = "multihead checkpoint"
@@ -18,7 +17,8 @@ _FORMAT = "multihead checkpoint"
 
 def write_json(path: Path, value: Any) -> None:
     """A value as a JSON file, to be read by people too."""
-    told = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # In ASCII: a file's name need not be UTF-8, and what Python makes of its other bytes has no UTF-8 either.
+    told = json.dumps(value, indent=2) + "\n"
     write_whole(path, lambda beside: beside.write_text(told, encoding="utf-8"))
 
 
@@ -31,7 +31,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `write_checkpoint` wrote.
 
     Raises:
-        ValueError: there is none, or it is cut off or something else.
+        ValueError: there is none, or it is cut off, damaged or something else.
     """
     try:
         metadata = saving.read_metadata(path)
@@ -46,5 +46,4 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         facts = None
     if not isinstance(facts, dict):
         raise bad_value(str(path), "a checkpoint", "another safetensors file", "It holds no state of a training.")
-    tensors: dict[str, Tensor] = need("safetensors.torch", "models", "a checkpoint").load_file(path)
-    return tensors, facts
+    return saving.read(path), facts

@@ -7,8 +7,8 @@
     state.safetensors    the checkpoint, to be continued: all of it in one file, so that its parts fit each other
     tokenizer.json       or others, by the task
 
-A file is replaced whole. What is continued is the checkpoint: of the others, those that are behind it or ahead of it
-after a kill are brought in line with it.
+A file is replaced whole. What is continued is the checkpoint. It is written after the metrics and the model that it
+goes with, so that after a kill these may be ahead of it, never behind; a run that is continued brings them in line.
 """
 
 from __future__ import annotations

@@ -145,8 +145,9 @@ class _Session:
     def _save(self) -> None:
         state = self.trainer.state()  # by all processes: each has a shard
         if self.processes.first:
-            self.run.write_state(state, {"seconds": perf_counter() - self.begin})
+            # The checkpoint last: from the one of the last step nothing goes on that could mend a model left behind.
             saving.save(self._plain(state), self.run.path(MODEL))
+            self.run.write_state(state, {"seconds": perf_counter() - self.begin})
             self._draw()
         self.saved = self.trainer.done
 
