@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import struct
 import sys
@@ -123,7 +124,7 @@ def test_dates_are_the_default(tmp_path, monkeypatch):
     assert "9 dates of years that were not learned, translated with 4 beams:" in result.stdout
     assert "BLEU" not in result.stdout
     assert "(wanted: " in result.stdout
-    assert '"March 5, 1987"' in result.stdout
+    assert f"multihead translate {tmp_path / 'run'} 'March 5, 1987'" in result.stdout
     assert call("translate", tmp_path / "run", "March 5, 1987", "--device", "cpu").exit_code == 0
 
 
@@ -149,6 +150,56 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path):
     assert result.exit_code == 0, result.output
     models = [saving.load(folder / "model.safetensors", kind=Translator).state_dict() for folder in (at_once, later)]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_a_finished_run_is_judged_again(run, trained):
+    before = {file.name: file.read_bytes() for file in run.iterdir()}
+    result = train("--out", run, "--resume")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == trained[1][trained[1].index("\n1 pairs kept back, translated with 4 beams:") :]
+    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
+    words = refusal(train("--out", run, "--resume", "--steps", 39))
+    assert words.startswith("--steps: expected more than the 40 that are done, got 39.")
+
+
+def test_pairs_that_moved_continue_a_run(run, tmp_path):
+    moved = tsv(tmp_path)
+    result = train("--out", run, "--resume", "--steps", 41, "--pairs", moved)
+    assert result.exit_code == 0, result.output
+    assert json.loads((run / "config.json").read_text())["settings"]["pairs"] == str(moved)
+
+
+def test_pairs_do_not_continue_a_run_of_dates(run, tmp_path):
+    config = json.loads((run / "config.json").read_text())
+    config["settings"]["pairs"] = None
+    (run / "config.json").write_text(json.dumps(config))
+    words = refusal(train("--out", run, "--resume", "--steps", 41, "--pairs", tsv(tmp_path)))
+    assert words.startswith("--pairs: expected the default, as the run began, got")
+
+
+def test_the_example_can_be_copied(tmp_path):
+    """Quoted for a shell, with the folder in its place alone, and no sentence that would be refused."""
+    made = [(f"don't RUN ${letter}", letter) for letter in LETTERS]
+    options = ("--chars", "--steps", 1, "--out", tmp_path / "run")
+    result = train("--pairs", tsv(tmp_path, made), *options)
+    assert result.exit_code == 0, result.output
+    (line,) = re.findall(r"Let it translate: multihead (.*)", result.stdout)
+    words = shlex.split(line)
+    assert words[:2] == ["translate", str(tmp_path / "run")]
+    assert (words[2], words[2][-1]) in made
+    assert call(*words).exit_code == 0
+
+
+def test_the_example_of_dates_is_no_longer_than_they_may_be(tmp_path, monkeypatch):
+    made = translation_run.made_pairs
+    monkeypatch.setattr(translation_run, "made_pairs", lambda to, seed: made(to, dates=50, kept_back=9, seed=seed))
+    monkeypatch.setattr(translation_run, "names", lambda _: [("May", "五月"), ("x" * 12, "y")])
+    result = train("--steps", 1, "--longest", 11, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"names        \d of the 1 that were learned, ", result.stdout)
+    (line,) = re.findall(r"Let it translate: multihead (.*)", result.stdout)
+    assert call(*shlex.split(line)).exit_code == 0
+    assert call("translate", tmp_path / "run", "1 May 2000, ").exit_code == 0, "as long as they may be"
 
 
 def test_other_pairs_do_not_continue_a_run(tmp_path):
@@ -217,7 +268,7 @@ def test_missing_packages(tmp_path, monkeypatch):
     [
         (["abc $", ""], "TEXT: expected a sentence, got a blank one"),
         (["abZ"], "TEXT: expected characters that occur in the text, got 'Z'"),
-        (["a" * 300], "TEXT: expected at most 256 characters, the run's --longest, got 301"),
+        (["a" * 300], "TEXT: expected at most 256 characters, the run's --longest, got 300"),
         (["abc", "--beams", 0], "--beams: expected at least 1, got 0"),
         (["abc", "--beams", 1000], "--beams: expected at most 256, got 1000"),
         (["abc", "--length-penalty", -1], "--length-penalty: expected a finite number of at least 0"),

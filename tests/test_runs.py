@@ -32,6 +32,11 @@ from multihead.whole_files import write_whole
 
 OPTIONS = Options(steps=9, warm_up=2, learning_rate=3e-3, validate_every=3, save_every=4)
 TOKENS = torch.arange(150) * 7 % 11
+SETTINGS: dict[str, Any] = {**vars(OPTIONS), "width": 8, "text": []}
+NEW: dict[str, Any] = {"given": [], "resume": False, "overwrite": False}
+QUIET: dict[str, Any] = {
+    "console": Console(file=io.StringIO()), "config": {}, "files": {}, "about": [], "command": "", "then": str
+}  # fmt: skip
 
 
 class Killed(BaseException):
@@ -58,8 +63,8 @@ def go(run: Run, task: Watched, options: Options = OPTIONS, **how: Any) -> Outco
     return fit(task, options, run, processes=Processes(), console=Console(file=io.StringIO()), **how)
 
 
-def begin(folder: Path) -> Run:
-    return Run.create(folder, "gpt", {"settings": {}}, {"tokenizer.json": "{}"})
+def begin(folder: Path, **how: Any) -> Run:
+    return Run.create(folder, "gpt", {"settings": {}}, {"tokenizer.json": "{}"}, **how)
 
 
 def resume(folder: Path, options: Options = OPTIONS) -> Outcome:
@@ -83,6 +88,14 @@ def assert_same_run(one: Path, other: Path) -> None:
     for mine, theirs in zip(tensors, expected, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+class Now(runs.datetime):
+    """A clock that stands."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return cls(2025, 1, 2, 3, 4, 5, tzinfo=tz)
 
 
 @pytest.fixture
@@ -133,11 +146,6 @@ def test_folders_are_named_after_the_moment(tmp_path: Path, monkeypatch: pytest.
     first = default_folder("gpt")
     assert re.fullmatch(r"runs/gpt-\d{8}-\d{6}", first.as_posix())
 
-    class Now(runs.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return cls(2025, 1, 2, 3, 4, 5, tzinfo=tz)
-
     monkeypatch.setattr(runs, "datetime", Now)
     for name in ("runs/gpt-20250102-030405", "runs/gpt-20250102-030405-2"):
         assert default_folder("gpt").as_posix() == name
@@ -186,6 +194,15 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path, whole: Path):
     assert_same_run(folder, whole)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_last_step_stops_nothing(tmp_path: Path, whole: Path, number: int):
+    folder, task = tmp_path / "stopped", make_task()
+    task.at_step = lambda at: signal.raise_signal(number) if at == 8 else None
+    outcome = go(begin(folder), task)
+    assert (outcome.code, outcome.done) == (0, 9)
+    assert_same_run(folder, whole)
+
+
 def test_killed_between_checkpoints(tmp_path: Path, whole: Path):
     folder, task = tmp_path / "killed", make_task()
 
@@ -200,10 +217,13 @@ def test_killed_between_checkpoints(tmp_path: Path, whole: Path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # and one that was being written
     (folder / ".state.safetensors.123.tmp").write_bytes(b"half of it")
-    (folder / "mine.tmp").touch()
+    (folder / ".tokenizer.json.45.tmp").touch()
+    mine = {folder / name for name in ("mine.tmp", "old-config.json.tmp", ".config.json.mine.tmp")}
+    for path in mine:
+        path.touch()
     assert resume(folder).code == 0
     assert_same_run(folder, whole)
-    assert sorted(folder.glob("*.tmp")) == [folder / "mine.tmp"]
+    assert set(folder.glob("*.tmp")) == mine
 
 
 def test_killed_at_any_moment_of_writing(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch):
@@ -362,8 +382,43 @@ def test_a_run_is_not_overwritten_unless_asked(whole: Path):
         check_new(whole, overwrite=False)
     check_new(whole, overwrite=True)
     assert contents(whole) == before
-    begin(whole)
-    assert sorted(path.name for path in whole.iterdir()) == ["config.json", "notes.txt", "tokenizer.json"]
+    with pytest.raises(FileExistsError, match="another run has begun in it"):
+        begin(whole)
+    assert contents(whole) == before
+    begin(whole, overwrite=True)
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "config.json", "metrics.jsonl", "notes.txt", "tokenizer.json"
+    ]  # fmt: skip
+    assert (whole / "metrics.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_of_two_runs_that_begin_in_one_folder_one_is_refused(tmp_path: Path, undrawn: None, made: bool):  # noqa: ARG001
+    folder = tmp_path / "run"
+    if made:
+        folder.mkdir()
+    first, second = (start("gpt", SETTINGS, **NEW, out=folder) for _ in range(2))
+    assert carry_out(first, make_task(), **QUIET) == 0
+    before = contents(folder)
+    with pytest.raises(FileExistsError, match="another run has begun in it"):
+        carry_out(second, make_task(seed=1), **QUIET)
+    assert contents(folder) == before
+
+
+def test_of_two_runs_of_one_moment_each_has_a_folder(
+    tmp_path: Path,
+    undrawn: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "datetime", Now)
+    begun = [start("gpt", SETTINGS, **NEW, out=None) for _ in range(2)]
+    assert begun[0].folder == begun[1].folder
+    for each in begun:
+        assert carry_out(each, make_task(), **QUIET) == 0
+    assert [each.folder.name for each in begun] == ["gpt-20250102-030405", "gpt-20250102-030405-2"]
+    assert sorted((tmp_path / "runs").iterdir()) == [tmp_path / each.folder for each in begun]
+    assert all(len(Run(each.folder, {}).metrics()) == 9 for each in begun)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -381,6 +436,25 @@ def test_what_is_no_run_is_never_overwritten(tmp_path: Path, overwrite: bool):
             check_new(tmp_path / name, overwrite=overwrite)
         assert told in str(error.value)
     assert contents(tmp_path) == before
+
+
+def test_refuses_what_can_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    long = tmp_path / ("x" * 300)
+    with pytest.raises(ValueError, match=r"^--out: expected a folder that can be made, got .*too long"):
+        check_new(long, overwrite=False)
+    with pytest.raises(ValueError, match=r"^RUN: expected the folder of a run, got .*too long"):
+        Run.open(long, "gpt", "RUN")
+
+    def locked(*_: object, **__: object) -> None:  # as below a folder without permission
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", locked)
+    with pytest.raises(ValueError, match=r"^--out: expected a folder that can be made, got .*\(Permission denied\)"):
+        check_new(tmp_path / "run", overwrite=False)
+    with pytest.raises(ValueError, match=r"^RUN: expected the folder of a run, got .*\(Permission denied\)"):
+        Run.open(tmp_path / "run", "gpt", "RUN")
+    with pytest.raises(ValueError, match=r"^--out: expected a folder that can be made, got 'runs' \(Permission denied"):
+        default_folder("gpt")
 
 
 @pytest.mark.parametrize("told", ["{", "[]", '{"format": "of another program"}'])
@@ -412,16 +486,13 @@ def test_refuses_a_run_of_another_kind(whole: Path):
 
 # Around the loop, for any task ----------------------------------------------------------------------------------------
 
-SETTINGS: dict[str, Any] = {**vars(OPTIONS), "width": 8, "text": []}
-
 
 def test_any_task_is_begun_stopped_and_continued(tmp_path: Path, whole: Path):
     """As a command for another task calls it."""
     folder = tmp_path / "run"
 
     def call(task: Watched, **how: Any) -> tuple[int, str]:
-        usual: dict[str, Any] = {"given": [], "resume": False, "overwrite": False, "out": folder}
-        begun = start("gpt", SETTINGS, **(usual | how))
+        begun = start("gpt", SETTINGS, **(NEW | {"out": folder} | how))
         told = io.StringIO()
         code = carry_out(
             begun,
@@ -431,7 +502,7 @@ def test_any_task_is_begun_stopped_and_continued(tmp_path: Path, whole: Path):
             files={"tokenizer.json": "{}"},
             about=["a task"],
             command="multihead do",
-            then="Then: use RUN",
+            then="Then: use {}".format,
         )
         return code, told.getvalue()
 
@@ -466,6 +537,32 @@ def test_a_continued_run_keeps_its_settings(whole: Path):
         run.continued(asked, ["width", "steps"])
     with pytest.raises(ValueError, match="--out: expected a run of this version of multihead"):
         run.continued({**asked, "new": 1}, [])
+    with pytest.raises(ValueError, match=re.escape("--to: expected the default, as the run began, got zh.")):
+        Run(whole, {"settings": {**SETTINGS, "to": None}}).continued({**SETTINGS, "to": "zh"}, ["to"])
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_what_several_processes_began_one_goes_on_with(
+    tmp_path: Path,
+    undrawn: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    folder, task = tmp_path / "run", make_task()
+    task.at_step = lambda step: signal.raise_signal(signal.SIGINT) if step == 5 else None
+    assert carry_out(start("gpt", SETTINGS, **NEW, out=folder), task, **QUIET) == 130
+    config = json.loads((folder / "config.json").read_text())
+    config["settings"]["parallel"] = way
+    write_json(folder / "config.json", config)
+    again = start("gpt", SETTINGS, **(NEW | {"resume": True}), out=folder)
+    assert again.options.parallel is None
+    assert carry_out(again, make_task(seed=1), **QUIET) == 0
+    write_json(folder / "config.json", config)
+    asked = NEW | {"resume": True, "given": ["parallel"]}
+    with pytest.raises(ValueError, match="--parallel: expected a run of torchrun, got a single process"):
+        start("gpt", {**SETTINGS, "parallel": way}, **asked, out=folder)
 
 
 def test_resume_and_overwrite_do_not_go_together():

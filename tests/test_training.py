@@ -325,8 +325,20 @@ def test_parallel_needs_torchrun(monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert processes_here(None) == ALONE
-    with pytest.raises(ValueError, match=re.escape("--parallel: expected a run of torchrun, got a single process.")):
+    told = "--parallel: expected a run of torchrun, got a single process. Write torchrun --nproc-per-node 2 -m"
+    with pytest.raises(ValueError, match=re.escape(told)):
         processes_here("ddp")
+
+
+def test_ranks_without_an_address_are_no_torchrun(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert processes_here(None) == ALONE
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert processes_here(None) == Processes(0, 1, 0, started=True)
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -358,6 +370,12 @@ def test_refuses_bad_options(changes: dict[str, Any], told: str):
     with pytest.raises((ValueError, TypeError), match=re.escape(told)) as error:
         replace(OPTIONS, **changes).check(ALONE)
     assert "\n" not in str(error.value)
+
+
+def test_refuses_a_device_that_is_a_package_of_its_own():
+    """torch knows its name and imports what is not there."""
+    with pytest.raises(ValueError, match="--device: expected a device of this machine, got hpu"):
+        replace(OPTIONS, device="hpu").check(ALONE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")

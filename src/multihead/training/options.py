@@ -72,7 +72,8 @@ def check_device(name: str, processes: Processes) -> None:
     """Raise ValueError, in one line, if there is no such device here."""
     try:
         torch.empty(0, device=processes.device(name))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises, each for another device
+    # What torch raises, each for another device.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         why = str(error).splitlines()[0].rstrip(".")
         raise bad_value("--device", "a device of this machine", f"{name} ({why})", "", "Try --device cpu.") from None
     if torch.device(name).type == "meta":

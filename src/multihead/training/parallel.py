@@ -117,13 +117,14 @@ def processes_here(way: str | None) -> Processes:
     Raises:
         ValueError: a way of running in parallel was asked for, and torchrun was not used.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = [os.environ.get(name, "") for name in names]
-    if all(value.isdigit() for value in found):
+    found = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    # Other launchers set some of these too; without an address there is nobody to reach.
+    meeting = all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if meeting and all(value.isdigit() for value in found):
         rank, count, local_rank = (int(value) for value in found)
         return Processes(rank, count, local_rank, started=True)
     if way is not None:
-        instead = f"Run: torchrun --nproc-per-node 2 -m multihead.cli train --parallel {way} ..."
+        instead = "Write torchrun --nproc-per-node 2 -m multihead.cli in place of multihead."
         raise bad_value("--parallel", "a run of torchrun", "a single process", "", instead)
     return Processes()
 

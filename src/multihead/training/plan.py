@@ -10,7 +10,7 @@ import io
 import json
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,15 @@ class Checkpoint:
     seconds: float  # that it took to get there
 
     @classmethod
-    def read(cls, run: Run, steps: int) -> Checkpoint:
-        """A run's last checkpoint. ValueError if it can't be read, or if all of `steps` are done."""
+    def read(cls, run: Run, steps: int, *, finished: bool = False) -> Checkpoint:
+        """A run's last checkpoint. ValueError if it can't be read, or if all of `steps` are done, or with `finished`
+        more than these."""
         tensors, facts = run.read_state()
         seconds = facts.get("seconds")
         if "done" not in tensors or not is_number(seconds):
             raise bad_value(str(run.path(STATE)), "a checkpoint that says how many steps it took", "none")
         found = cls(run.path(STATE), tensors, float(seconds))
-        if found.done >= steps:
+        if found.done > steps or (found.done == steps and not finished):
             expected, instead = f"more than the {found.done} that are done", "Pass a larger one to go on."
             raise bad_value("--steps", expected, steps, "The run is finished.", instead)
         return found
@@ -62,17 +63,24 @@ class Checkpoint:
             raise bad_value(str(self.path), "a checkpoint of this run's model", f"another ({error})") from None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Start:
     """What a run begins with, or is continued with."""
 
     kind: str
-    folder: Path
+    folder: Path  # of a new run: another one, if a run without --out finds that it was taken meanwhile
+    named: bool  # whether the folder was asked for
+    overwrite: bool
     settings: dict[str, Any]  # all of them, as config.json keeps them
     options: Options  # those that every training has
     processes: Processes
     run: Run | None  # the one to continue; None for a new one
     checkpoint: Checkpoint | None  # of that one
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.checkpoint is not None and self.checkpoint.done == self.options.steps
 
     def check_same(self, argument: str, name: str, value: str) -> None:
         """Raise ValueError, by the argument's name, where a run is continued and has another value in its config."""
@@ -90,6 +98,7 @@ def start(
     out: Path | None,
     resume: bool,
     overwrite: bool,
+    finished: bool = False,
 ) -> Start:
     """Check how a run is to begin or to go on, and the options that every training has. Nothing is written.
 
@@ -100,6 +109,7 @@ def start(
         out: the run's folder; None for a new one by the date.
         resume: continue the run in `out`.
         overwrite: begin anew in its place.
+        finished: whether a run may be continued of which all steps are done; then there is nothing to `carry_out`.
 
     Raises:
         ValueError, TypeError: something can't be done; the message names the command line's option.
@@ -114,13 +124,16 @@ def start(
     if out is not None and resume:
         run = Run.open(out, kind, "--out")
         settings = run.continued(settings, given)
+        if "parallel" not in given and not processes_here(None).started:
+            settings["parallel"] = None  # what several processes began, one can go on with
     elif out is not None:
         check_new(out, overwrite=overwrite)
     processes = processes_here(settings["parallel"])
     options = Options(**{field.name: settings[field.name] for field in fields(Options)})
     options.check(processes)
-    checkpoint = None if run is None else Checkpoint.read(run, options.steps)
-    return Start(kind, out or default_folder(kind), dict(settings), options, processes, run, checkpoint)
+    checkpoint = None if run is None else Checkpoint.read(run, options.steps, finished=finished)
+    folder, named = out or default_folder(kind), out is not None
+    return Start(kind, folder, named, overwrite, dict(settings), options, processes, run, checkpoint)
 
 
 def carry_out(
@@ -132,19 +145,19 @@ def carry_out(
     files: Mapping[str, str],
     about: Sequence[str],
     command: str,
-    then: str,
+    then: Callable[[str], str],
 ) -> int:
     """Make the folder, or go on in it; train; say what came out and how to go on.
 
     Args:
-        begun: after all checks.
+        begun: after all checks. Its folder is that of the run afterwards.
         task: what is trained.
         console: where it is shown.
         config: what config.json keeps besides the settings: "model" and what the task's data is to be known by.
         files: what else a new run's folder holds, by name: tokenizers.
         about: lines about what will be done.
         command: the one that continues the run, such as "multihead train".
-        then: what to do with the model, where "RUN" stands for the folder.
+        then: says what to do with the model, of the folder as a shell reads it.
 
     Returns:
         The exit code: 0; 130 after Ctrl-C; 1 where the loss is no number any more.
@@ -159,8 +172,10 @@ def carry_out(
     with joined(processes, options.device):
         processes.agree(json.dumps(whole, sort_keys=True), processes.device(options.device))
         if run is None:
-            folder = Path(processes.share(str(begun.folder)))  # two clocks may have named two
-            run = Run.create(folder, begun.kind, whole, files) if processes.first else Run(folder, whole)
+            if processes.first:
+                run = _create(begun, whole, files)
+            begun.folder = Path(processes.share(str(begun.folder)))  # two clocks may have named two
+            run = run or Run(begun.folder, whole)
         elif processes.first:
             run.config.update(whole)
             run.write_config()
@@ -177,8 +192,18 @@ def carry_out(
         outcome = fit(task, options, run, processes=processes, console=console, state=tensors, seconds=seconds)
     _report(outcome, options, run, console, command)
     if outcome.code == 0:
-        say(console, then.replace("RUN", shlex.quote(str(run.folder))))
+        say(console, then(shlex.quote(str(run.folder))))
     return outcome.code
+
+
+def _create(begun: Start, config: Mapping[str, Any], files: Mapping[str, str]) -> Run:
+    while True:
+        try:
+            return Run.create(begun.folder, begun.kind, config, files, overwrite=begun.overwrite)
+        except FileExistsError:
+            if begun.named:
+                raise
+            begun.folder = default_folder(begun.kind)
 
 
 def _report(outcome: Outcome, options: Options, run: Run, console: Console, command: str) -> None:

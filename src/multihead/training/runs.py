@@ -5,7 +5,7 @@
     loss.png             the losses over the steps
     model.safetensors    the model, to be used
     state.safetensors    the checkpoint, to be continued: all of it in one file, so that its parts fit each other
-    tokenizer.json       or others, by the task
+    tokenizer.json       what the task makes tokens by
 
 A file is replaced whole. What is continued is the checkpoint. It is written after the metrics and the model that it
 goes with, so that after a kill these may be ahead of it, never behind; a run that is continued brings them in line.
@@ -13,9 +13,12 @@ goes with, so that after a kill these may be ahead of it, never behind; a run th
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,23 +34,42 @@ from multihead.training.options import option
 from multihead.training.plot import draw_losses
 from multihead.whole_files import write_whole
 
-# What a run that is continued may do in another way. Texts are compared by what is in them.
-MAY_CHANGE = {"text", "steps", "device", "threads", "compile", "parallel", "validate_every", "save_every"}
+# What a run that is continued may do in another way. Texts and pairs are compared by what is in them.
+MAY_CHANGE = {"text", "pairs", "steps", "device", "threads", "compile", "parallel", "validate_every", "save_every"}
 
 _FORMAT = "multihead run"
 _METRICS = "metrics.jsonl"
 CONFIG, MODEL, STATE, PICTURE = "config.json", "model.safetensors", "state.safetensors", "loss.png"
+TOKENIZER = "tokenizer.json"
+
+# What a process that is killed while it writes one of them leaves.
+_LITTER = re.compile(rf"\.({'|'.join(map(re.escape, (CONFIG, MODEL, STATE, PICTURE, TOKENIZER, _METRICS)))})\.\d+\.tmp")
+
+
+@contextmanager
+def _looking(argument: str, expected: str, folder: Path) -> Generator[None, None, None]:
+    """Around looking at a folder: what the system says against it (a name too long, no permission) is a ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise bad_value(argument, expected, f"{str(folder)!r} ({error.strerror})") from None
 
 
 def default_folder(kind: str) -> Path:
-    """A folder of this moment's name that is not there yet."""
+    """A folder of this moment's name that is not there yet. ValueError where there can't be one."""
     name = f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     tries = (Path("runs", name if i == 1 else f"{name}-{i}") for i in range(1, 1000))
-    return next(path for path in tries if not path.exists())
+    with _looking("--out", "a folder that can be made", Path("runs")):
+        return next(path for path in tries if not path.exists())
 
 
 def check_new(folder: Path, *, overwrite: bool) -> None:
     """Raise ValueError if a run can't begin in this folder without something being lost. Nothing is changed."""
+    with _looking("--out", "a folder that can be made", folder):
+        _check_new(folder, overwrite)
+
+
+def _check_new(folder: Path, overwrite: bool) -> None:
     for parent in folder.parents:
         if parent.exists():
             if not parent.is_dir():
@@ -84,7 +106,9 @@ class Run:
         self._log: Any = None
 
     @classmethod
-    def create(cls, folder: Path, kind: str, config: Mapping[str, Any], files: Mapping[str, str]) -> Run:
+    def create(
+        cls, folder: Path, kind: str, config: Mapping[str, Any], files: Mapping[str, str], *, overwrite: bool = False
+    ) -> Run:
         """Begin a run: make the folder, or clear it of an older run's files and no others.
 
         Args:
@@ -92,15 +116,22 @@ class Run:
             kind: what is trained, such as "gpt".
             config: what the task wants to keep, JSON-able.
             files: further files by name, such as tokenizer.json.
+            overwrite: whether there may be an older run, which is lost.
 
         Raises:
+            FileExistsError: another run has begun there since it was checked.
             OSError: the folder can't be made or written to.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        # The checkpoint goes first and config.json stays: after a kill it is still known as a run, with none to go on
-        # from.
-        for name in (STATE, MODEL, _METRICS, PICTURE):
-            (folder / name).unlink(missing_ok=True)
+        if overwrite:
+            # The checkpoint goes first and config.json stays: after a kill it is still known as a run, with none to go
+            # on from.
+            for name in (STATE, MODEL, _METRICS, PICTURE):
+                (folder / name).unlink(missing_ok=True)
+        try:  # of processes that begin here at once only one can make the file
+            (folder / _METRICS).open("x").close()
+        except FileExistsError:
+            raise FileExistsError(errno.EEXIST, "another run has begun in it") from None
         whole = {"format": _FORMAT, "kind": kind, "multihead": __version__, "torch": torch.__version__, **config}
         run = cls(folder, whole)
         for name, text in files.items():
@@ -135,9 +166,11 @@ class Run:
             raise bad_value("--out", "a run of this version of multihead", f"{str(self.folder)!r}, of another")
         asked = [name for name in given if name in own]
         for name in asked:
-            if name not in MAY_CHANGE and settings[name] != own[name]:
+            # Pairs that were made are in no file that could have moved.
+            fixed = name not in MAY_CHANGE or (name == "pairs" and own[name] is None)
+            if fixed and settings[name] != own[name]:
                 otherwise = "A run that is continued takes the steps that it would have taken."
-                expected = f"{own[name]}, as the run began"
+                expected = f"{'the default' if own[name] is None else own[name]}, as the run began"
                 raise bad_value(option(name), expected, settings[name], otherwise, "Leave it out.")
         return {**own, **{name: settings[name] for name in asked}}
 
@@ -198,9 +231,9 @@ class Run:
 
     def begin_metrics(self, done: int) -> None:
         """Be ready for lines after step `done`: those past it, of steps that were lost, are dropped."""
-        for name in (CONFIG, MODEL, STATE, PICTURE, _METRICS):
-            for litter in self.folder.glob(f"*{name}*.tmp"):  # of a process that was killed while it wrote
-                litter.unlink()
+        for path in list(self.folder.iterdir()):
+            if _LITTER.fullmatch(path.name):
+                path.unlink()
         kept = [line for line in self.metrics() if line["step"] <= done]
         self.write(_METRICS, "".join(f"{json.dumps(line)}\n" for line in kept))
         self._log = self.path(_METRICS).open("a", encoding="utf-8")
@@ -225,10 +258,11 @@ def _read_config(folder: Path, argument: str) -> dict[str, Any]:
     def unfit(what: str, instead: str = "") -> ValueError:
         return bad_value(argument, "the folder of a run", f"{str(folder)!r}, {what}", "", instead)
 
-    if not folder.exists():
-        raise unfit("which does not exist", "Check the path.")
-    if not folder.is_dir():
-        raise unfit("a file", "Name the folder it is in." if (folder.parent / CONFIG).exists() else "")
+    with _looking(argument, "the folder of a run", folder):
+        if not folder.exists():
+            raise unfit("which does not exist", "Check the path.")
+        if not folder.is_dir():
+            raise unfit("a file", "Name the folder it is in." if (folder.parent / CONFIG).exists() else "")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:

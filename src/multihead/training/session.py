@@ -128,7 +128,9 @@ class _Session:
             stop = self.processes.most(signals.last, trainer.device)
             if stop or self._due(options.save_every):
                 self._save()
-        return Outcome(128 + stop if stop else 0, trainer.done, total / weight, self.validation)
+        # A signal in the last step stops nothing: all is done.
+        code = 128 + stop if stop and trainer.done < options.steps else 0
+        return Outcome(code, trainer.done, total / weight, self.validation)
 
     def _due(self, every: int) -> bool:
         return self.trainer.done % every == 0 or self.trainer.done == self.options.steps

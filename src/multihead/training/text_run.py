@@ -22,11 +22,11 @@ from multihead.training.language import LanguageModelling
 from multihead.training.options import check_choice, check_model_sizes, check_range
 from multihead.training.plan import Start, start
 from multihead.training.plan import carry_out as carry_out_any
+from multihead.training.runs import TOKENIZER
 from multihead.training.texts import read_texts, split
 from multihead.training.tokenizers import BytePairs, Characters, Tokenizer, tokenizer_from
 
 KIND = "gpt"
-TOKENIZER = "tokenizer.json"
 
 _MOST_CONTEXT = 1 << 20
 _MOST_VOCABULARY = 1 << 18
@@ -100,7 +100,7 @@ def carry_out(plan: Plan, console: Console) -> int:
         files={TOKENIZER: plan.tokenizer.to_json()},
         about=about,
         command="multihead train",
-        then="Let it write: multihead generate RUN --prompt ...",
+        then=lambda folder: f"Let it write: multihead generate {folder} --prompt ...",
     )
 
 

@@ -14,8 +14,7 @@ from multihead.models.translator import Translator
 from multihead.training.alignment import check_picture, draw_alignment
 from multihead.training.options import MOST_THREADS, check_device, check_range, check_real
 from multihead.training.parallel import Processes
-from multihead.training.runs import Run
-from multihead.training.text_run import TOKENIZER
+from multihead.training.runs import TOKENIZER, Run
 from multihead.training.tokenizers import tokenizer_from
 from multihead.training.translation import END, START, Codec, translate_texts
 from multihead.training.translation_run import KIND, LONGEST
@@ -115,8 +114,9 @@ def _encoded(text: str, codec: Codec, most: int) -> list[int]:
     if not text:
         raise bad_value("TEXT", "a sentence", "a blank one", "There is nothing to translate.")
     source = codec.encode(text, "TEXT")
-    if len(source) > most:
+    length = len(source) - 1  # without the end
+    if length > most:
         otherwise = "It has learned no longer ones."
         expected = f"at most {most} {codec.tokenizer.unit}, the run's --longest"
-        raise bad_value("TEXT", expected, len(source), otherwise, "Cut it into sentences.")
+        raise bad_value("TEXT", expected, length, otherwise, "Cut it into sentences.")
     return source

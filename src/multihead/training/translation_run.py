@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,9 @@ from multihead.training.pairs import Pair, Pairs, made_pairs, names, read_pairs,
 from multihead.training.plan import Start, start
 from multihead.training.plan import carry_out as carry_out_any
 from multihead.training.progress import say
-from multihead.training.runs import MODEL
-from multihead.training.text_run import TOKENIZER
+from multihead.training.runs import MODEL, TOKENIZER
 from multihead.training.tokenizers import BytePairs, Characters, Tokenizer, tokenizer_from
-from multihead.training.translation import Codec, Translation, judge, translate_texts
+from multihead.training.translation import UNKNOWN, Codec, Translation, judge, translate_texts
 
 KIND = "translator"
 LONGEST = "longest_target"  # in config.json
@@ -75,7 +75,7 @@ def prepare(
     need("sacrebleu", "cli", "judging translations")
     path = settings["pairs"]
     settings = {**settings, "pairs": None if path is None else str(Path(path).absolute())}
-    begun = start(KIND, settings, given=given, out=out, resume=resume, overwrite=overwrite)
+    begun = start(KIND, settings, given=given, out=out, resume=resume, overwrite=overwrite, finished=True)
     settings = begun.settings
     _check(settings, begun.options.accumulate * begun.processes.count)
     pairs = _get_pairs(settings, begun.options.seed)
@@ -133,7 +133,7 @@ def _learned(settings: Mapping[str, Any], pairs: Pairs) -> Tokenizer:
 
 
 def _short_enough(pairs: list[Pair], codec: Codec, longest: int) -> list[Pair]:
-    return [pair for pair in pairs if max(len(codec.encode(side)) for side in pair) <= longest]
+    return [pair for pair in pairs if max(len(codec.encode(side)) - 1 for side in pair) <= longest]  # without the end
 
 
 def _make_model(settings: Mapping[str, Any], vocabulary: int, seed: int) -> Translator:
@@ -161,7 +161,7 @@ def _make_model(settings: Mapping[str, Any], vocabulary: int, seed: int) -> Tran
 
 
 def carry_out(plan: Plan, console: Console) -> int:
-    """Train as planned, and judge the model by the pairs of `test`. Returns the exit code.
+    """Train as planned, unless all of it is done, and judge the model by the pairs of `test`. Returns the exit code.
 
     Raises:
         OSError, UnequalProcesses: as `multihead.training.plan.carry_out`.
@@ -181,26 +181,35 @@ def carry_out(plan: Plan, console: Console) -> int:
         f"{steps:,} steps of {task.batch} pairs: {times:.1f} times all of them.",
     ]
     longest = max(len(target) for _, target in task.train)
-    example = "March 5, 1987" if plan.is_made else plan.pairs.test[0][0]
-    code = carry_out_any(
-        plan.start,
-        task,
-        console,
-        config={"model": task.model.config, "pairs_sha256": plan.pairs_sha256, LONGEST: longest},
-        files={TOKENIZER: plan.codec.tokenizer.to_json()},
-        about=about,
-        command="multihead train-translator",
-        then=f"Let it translate: multihead translate RUN {json.dumps(example, ensure_ascii=False)}",
-    )
+    example = shlex.quote(_example(plan))
+    code = 0
+    if not plan.start.finished:
+        code = carry_out_any(
+            plan.start,
+            task,
+            console,
+            config={"model": task.model.config, "pairs_sha256": plan.pairs_sha256, LONGEST: longest},
+            files={TOKENIZER: plan.codec.tokenizer.to_json()},
+            about=about,
+            command="multihead train-translator",
+            then=lambda folder: f"Let it translate: multihead translate {folder} {example}",
+        )
     if code == 0 and plan.start.processes.first:
         _judge(plan, longest, console)
     return code
 
 
+def _example(plan: Plan) -> str:
+    """A sentence that `multihead translate` takes: not too long, of known characters, and no option."""
+    tried = [("March 5, 1987", "")] if plan.is_made else []
+    tried = [*_short_enough(tried, plan.codec, plan.start.settings["longest"]), *plan.pairs.test, *plan.pairs.train]
+    fit = (source for source, _ in tried if not source.startswith("-") and UNKNOWN not in plan.codec.encode(source))
+    return next(fit, plan.pairs.train[0][0])
+
+
 def _judge(plan: Plan, longest: int, console: Console) -> None:
     begun, pairs = plan.start, plan.pairs.test
-    folder = begun.folder if begun.run is None else begun.run.folder
-    model = saving.load(folder / MODEL, device=begun.processes.device(begun.options.device), kind=Translator)
+    model = saving.load(begun.folder / MODEL, device=begun.processes.device(begun.options.device), kind=Translator)
 
     def translated(pairs: list[Pair]) -> list[str]:
         sources = [plan.codec.encode(source) for source, _ in pairs]
@@ -213,9 +222,10 @@ def _judge(plan: Plan, longest: int, console: Console) -> None:
     say(console, f"\n{quality.pairs:,} {what}, translated with 4 beams:")
     say(console, f"exact match  {quality.exact:,}, {quality.exact / quality.pairs:.1%}")
     if plan.is_made:
-        learned = names(begun.settings["to"] or _TO)
-        exact = judge(translated(learned), learned).exact
-        say(console, f"names        {exact:,} of the {len(learned):,} that were learned, {exact / len(learned):.1%}")
+        learned = _short_enough(names(begun.settings["to"] or _TO), plan.codec, begun.settings["longest"])
+        exact = judge(translated(learned), learned).exact if learned else 0
+        share = f", {exact / len(learned):.1%}" if learned else ""
+        say(console, f"names        {exact:,} of the {len(learned):,} that were learned{share}")
     else:
         say(console, f"BLEU         {quality.bleu:.1f}, words by sacrebleu's rule {quality.words!r}")
         say(console, f"chrF         {quality.chrf:.1f}")

@@ -14,8 +14,8 @@ from multihead.models.gpt import GPT
 from multihead.models.stops import StopStrings
 from multihead.training.options import MOST_THREADS, check_device, check_range, option
 from multihead.training.parallel import Processes
-from multihead.training.runs import Run
-from multihead.training.text_run import KIND, TOKENIZER
+from multihead.training.runs import TOKENIZER, Run
+from multihead.training.text_run import KIND
 from multihead.training.tokenizers import Speller, Tokenizer, tokenizer_from
 
 
