@@ -24,8 +24,9 @@ from multihead.training import session, text_run
 from multihead.training.runs import Run
 from multihead.training.texts import read_text
 
-TINY = ["--width", "8", "--layers", "1", "--heads", "2", "--context", "8", "--batch", "4", "--vocabulary", "270"]
-TINY += ["--steps", "4", "--threads", "1", "--device", "cpu"]
+SMALL = ["--width", "8", "--layers", "1", "--heads", "2", "--context", "8", "--batch", "4"]
+SMALL += ["--steps", "4", "--threads", "1", "--device", "cpu"]
+TINY, CHARS = [*SMALL, "--vocabulary", "270"], [*SMALL, "--chars"]
 POEM = "the cat sat on the mat. é☃\n" * 40
 FILES = ["config.json", "loss.png", "metrics.jsonl", "model.safetensors", "state.safetensors", "tokenizer.json"]
 
@@ -112,9 +113,9 @@ def test_trains_into_a_folder(poem: Path, out: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_option_reaches_the_model(poem: Path, out: Path):
-    form = "--mlp swiglu --position learned --heads 4 --kv-heads 2 --dropout 0.25 --chars --valid-share 0.3"
+    form = "--mlp swiglu --position learned --heads 4 --kv-heads 2 --dropout 0.25 --valid-share 0.3"
     how = "--accumulate 2 --learning-rate 0.5 --warm-up 0 --weight-decay 0 --clip 0 --seed 3 --dtype bfloat16"
-    result = call("train", *TINY, "--text", poem, "--out", out, *form.split(), *how.split(), "--validate-every", 2)
+    result = call("train", *CHARS, "--text", poem, "--out", out, *form.split(), *how.split(), "--validate-every", 2)
     assert result.exit_code == 0, result.output
     config = GPT.load(out / "model.safetensors").config
     assert {name: config[name] for name in ("mlp", "position", "heads", "kv_heads", "dropout", "context")} == {
@@ -130,15 +131,15 @@ def test_every_option_reaches_the_model(poem: Path, out: Path):
 
 def test_several_texts_are_joined(poem: Path, tmp_path: Path, out: Path):
     (tmp_path / "more.txt").write_text("zebra\n" * 30, encoding="utf-8")
-    arguments = ("--text", poem, "--text", tmp_path / "more.txt", "--chars", "--out", out)
-    result = call("train", *TINY, *arguments)
+    arguments = ("--text", poem, "--text", tmp_path / "more.txt", "--out", out)
+    result = call("train", *CHARS, *arguments)
     assert result.exit_code == 0, result.output
     assert f"{len(set(POEM + 'zebra'))} different characters." in result.stdout
 
 
 def test_learns_the_language_reference_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    result = call("train", *TINY, "--steps", 1, "--chars")
+    result = call("train", *CHARS, "--steps", 1)
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("gpt-")
@@ -301,6 +302,14 @@ def test_refuses_the_checkpoint_of_another_model(run: Path, poem: Path, out: Pat
         ("--kv-heads 3", "--kv-heads: expected a divisor of --heads = 2, got 3."),
         ("--kv-heads 0", "--kv-heads: expected at least 1, got 0."),
         ("--context 0", "--context: expected at least 1, got 0."),
+        ("--chars", "--vocabulary: expected none with --chars, got 270. There a token is a character. Leave it out."),
+        ("--width 100000000000000000000", "--width: expected at most 1048576, got 100000000000000000000."),
+        ("--layers 100000000000000000000", "--layers: expected at most 4096, got 100000000000000000000."),
+        ("--batch 100000000000000000000", "--batch: expected at most 1048576, got 100000000000000000000."),
+        (f"--steps 1{'0' * 400}", "--steps: expected at most 1000000000000, got 1000"),
+        ("--learning-rate 3e38", "--learning-rate: expected at most 1e+06, got 3e+38."),
+        ("--weight-decay 1e300", "--weight-decay: expected at most 1e+06, got 1e+300."),
+        (f"--text {'x' * 400}", "which can't be read (File name too long). Check the path."),
         ("--vocabulary 255", "--vocabulary: expected at least 256, got 255."),
         ("--dropout 1.5", "--dropout: expected a number from 0 to 1, got 1.5."),
         ("--valid-share 1", "--valid-share: expected a number between 0 and 1, got 1.0."),
@@ -340,7 +349,7 @@ def test_refuses_bad_texts(poem: Path, out: Path, data: bytes, told: str):
 @pytest.mark.parametrize("chars", [True, False])
 @pytest.mark.parametrize("context", [1, 8, 32])
 def test_says_how_long_a_text_must_be(poem: Path, out: Path, context: int, chars: bool):
-    arguments = [*TINY, "--text", poem, "--out", out, "--context", context, "--steps", 1, *["--chars"] * chars]
+    arguments = [*(CHARS if chars else TINY), "--text", poem, "--out", out, "--context", context, "--steps", 1]
     poem.write_text("ab")
     told = refusal(call("train", *arguments))
     least = int(re.findall(r"expected at least ([\d,]+) (?:tokens|characters)", told)[0].replace(",", ""))
@@ -356,10 +365,10 @@ def test_refuses_a_folder_of_something_else(poem: Path, tmp_path: Path):
         assert contents(tmp_path) == before
 
 
-def test_of_several_processes_the_first_refuses(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_several_processes_each_says_which_it_is(run: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is missing may be missing on one machine alone."""
     monkeypatch.setenv("RANK", "1")
-    result = call("train", "--out", run)
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "")
+    assert refusal(call("train", "--out", run)).startswith("rank 1: --out: expected a folder without a run")
     monkeypatch.setenv("RANK", "0")
     assert refusal(call("train", "--out", run)).startswith("--out: expected a folder without a run")
 
@@ -410,6 +419,51 @@ def test_a_model_that_can_not_be_compiled(poem: Path, out: Path, monkeypatch: py
     assert call("train", "--out", out, "--resume", "--no-compile").exit_code == 0
 
 
+def test_a_signal_that_ends_the_compiler_too(poem: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise torch._dynamo.exc.TorchDynamoException("the compiler was interrupted")
+
+    monkeypatch.setattr(GPT, "compile", lambda _: None)
+    monkeypatch.setattr(session.Trainer, "advance", fail)
+    result = call("train", *TINY, "--text", poem, "--out", out, "--compile")
+    assert (result.exit_code, result.stderr) == (130, "")
+    assert result.stdout.endswith(f"\nTo go on: multihead train --out {out} --resume\n")
+
+
+@pytest.mark.parametrize("how", [lambda: torch.empty(1 << 50, dtype=torch.uint8), lambda: [0] * (1 << 60)])
+def test_too_little_memory_is_told_in_one_line(poem: Path, out: Path, monkeypatch: pytest.MonkeyPatch, how: Any):
+    """However torch or Python tell it."""
+    advance = session.Trainer.advance
+    monkeypatch.setattr(session.Trainer, "advance", lambda self: how() if self.done == 2 else advance(self))
+    result = call("train", *TINY, "--text", poem, "--out", out, "--save-every", 1)
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.startswith("multihead: --batch: expected steps that fit into memory, got larger ones.")
+    assert result.stderr.count("\n") == 1
+    monkeypatch.undo()
+    assert "2 of 4 steps are done." in call("train", "--out", out, "--resume").stdout
+
+
+def test_another_error_is_not_taken_for_too_little_memory(poem: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session.Trainer, "advance", lambda _: torch.ones(2) @ torch.ones(3))
+    assert isinstance(call("train", *TINY, "--text", poem, "--out", out).exception, RuntimeError)
+
+
+def test_a_reader_that_has_enough_does_not_stop_it(poem: Path, out: Path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    line = [sys.executable, "-m", "multihead.cli", "train", *TINY, "--text", str(poem), "--out", str(out)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, env=environment, **pipes) as child:
+        try:
+            child.stdout.close()
+            errors = child.stderr.read()
+            child.wait(timeout=60)
+        finally:
+            child.kill()
+    assert (child.returncode, errors) == (0, b"")
+    assert len(losses(out)) == 4
+
+
 def test_says_how_to_get_what_is_missing(poem: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("safetensors", "tokenizers"):
         with monkeypatch.context() as patch:
@@ -453,6 +507,22 @@ def test_samples_as_it_is_told(run: Path):
         assert generated(run, "--max-new-tokens", 12, *arguments) == greedy
     penalised = generated(run, "--temperature", 0, "--max-new-tokens", 12, "--repetition-penalty", 1e9)
     assert penalised != greedy
+
+
+def test_starts_with_a_character_that_the_model_knows(poem: Path, out: Path):
+    poem.write_text("cab" * 40)
+    assert call("train", *CHARS, "--text", poem, "--out", out).exit_code == 0
+    assert generated(out, "--max-new-tokens", 3).startswith("a")
+
+
+def test_a_model_that_gives_no_numbers(run: Path):
+    model = GPT.load(run / "model.safetensors")
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    model.save(run / "model.safetensors")
+    result = call("generate", run, "--prompt", "the", "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (2, "the\n"), result.exception
+    assert result.stderr.startswith("multihead: RUN: expected a run that has learned something, got")
+    assert result.stderr.count("\n") == 1
 
 
 def test_ends_before_a_stop_string(run: Path):
@@ -517,6 +587,7 @@ def test_a_reader_that_has_enough_is_no_error(run: Path):
         (["--repetition-penalty", 0], "--repetition-penalty: expected a number from 1e-05 to 1e+09, got 0.0."),
         (["--seed", -1], "--seed: expected None or an int from 0 to 2^63 - 1, got -1."),
         (["--prompt", ""], "--prompt: expected at least one character, got none."),
+        (["--prompt", "caf\udce9"], "--prompt: expected text in UTF-8, got '\\udce9' in it."),
         (["--stop", ""], "--stop: expected at least one character, got none."),
         (["--device", "abacus"], "--device: expected a device of this machine, got abacus ("),
         (["--threads", 0], "--threads: expected at least 1, got 0."),
@@ -527,7 +598,7 @@ def test_generate_refuses_bad_options(run: Path, arguments: list[object], told: 
 
 
 def test_refuses_a_prompt_of_unknown_characters(poem: Path, out: Path):
-    call("train", *TINY, "--chars", "--text", poem, "--out", out)
+    call("train", *CHARS, "--text", poem, "--out", out)
     told = refusal(call("generate", out, "--prompt", "the Z"))
     assert told.startswith("--prompt: expected characters that occur in the text, got 'Z'.")
 
@@ -535,6 +606,7 @@ def test_refuses_a_prompt_of_unknown_characters(poem: Path, out: Path):
 def test_generate_refuses_what_is_no_run(run: Path, poem: Path):
     assert "RUN: expected the folder of a run" in refusal(call("generate", poem))
     assert "which does not exist" in refusal(call("generate", run / "absent"))
+    assert "File name too long" in refusal(call("generate", "a prompt in its place " * 20))
     assert "Missing argument 'RUN'" in refusal(call("generate"))
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         copy = Path(shutil.copytree(run, run.parent / name))

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from multihead import cli
 from multihead.models import saving
 from multihead.models.translator import Translator
-from multihead.training import alignment, pairs, translation_run
+from multihead.training import alignment, pairs, translating, translation_run
 from multihead.training.alignment import draw_alignment
 from multihead.training.translating import prepare_translating
 
@@ -111,6 +111,8 @@ def test_byte_pairs(tmp_path):
     assert model.config["pre_norm"] is False
     assert model.config["source_vocabulary"] == 284
     assert call("translate", tmp_path / "run", "the ü 🎉", "--beams", 1, "--device", "cpu").exit_code == 0
+    words = refusal(call("translate", tmp_path / "run", "caf\udce9"))
+    assert words == "TEXT: expected text in UTF-8, got '\\udce9' in it."
 
 
 def test_dates_are_the_default(tmp_path, monkeypatch):
@@ -266,7 +268,9 @@ def test_missing_packages(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["abc $", ""], "TEXT: expected a sentence, got a blank one"),
+        ([""], "TEXT: expected a sentence, got a blank one"),
+        (["abc $", ""], "TEXT 2: expected a sentence, got a blank one"),
+        (["ab\udcff"], "TEXT: expected characters that occur in the text, got '\\udcff'"),
         (["abZ"], "TEXT: expected characters that occur in the text, got 'Z'"),
         (["a" * 300], "TEXT: expected at most 256 characters, the run's --longest, got 300"),
         (["abc", "--beams", 0], "--beams: expected at least 1, got 0"),
@@ -278,8 +282,9 @@ def test_missing_packages(tmp_path, monkeypatch):
         (["abc", "acb", "--attention", "a.png"], "--attention: expected a single sentence, got 2"),
         (["abc", "--attention", "a.jpg"], "--attention: expected a PNG file that can be made, got 'a.jpg'"),
         (["abc", "--attention", "no/a.png"], "in a folder that does not exist"),
+        (["abc", "--attention", "x" * 300 + ".png"], "x.png' (File name too long)"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_translating_refuses(trained, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
@@ -313,9 +318,36 @@ def test_a_damaged_run(run):
 
 
 def test_standard_input_that_is_no_text(trained):
-    words = refusal(call("translate", trained[0], stdin=b"\xff\xfe"))
-    assert "TEXT: expected" in words or "utf-8" in words
+    words = refusal(call("translate", trained[0], stdin=b"abc\n\xff\xfe"))
+    assert words == "TEXT: expected lines of UTF-8, got line 2, which is not. Save it as UTF-8 first."
     assert "TEXT: expected at least one sentence, got none" in refusal(call("translate", trained[0], stdin=""))
+    words = refusal(call("translate", trained[0], stdin="abc\n\nbac\n"))
+    assert words.startswith("TEXT 2: expected a sentence, got a blank one.")
+
+
+def test_lines_are_those_that_are_seen():
+    text = "\ufeffone\r\ntwo\u2028and\fmore\n\nfour\n\n"
+    assert translating.read_sentences(text.encode()) == ["one\r", "two\u2028and\fmore", "", "four"]
+    assert translating.read_sentences(b"") == []
+
+
+def test_standard_input_of_another_system(trained):
+    result = call("translate", trained[0], "--device", "cpu", stdin=b"\xef\xbb\xbfabc $\r\nfec $\r\n")
+    assert result.stdout == call("translate", trained[0], "abc $", "fec $", "--device", "cpu").stdout
+    assert result.stdout.count("\n") == 2
+
+
+def test_a_model_that_gives_no_numbers(run):
+    model = saving.load(run / "model.safetensors", kind=Translator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    saving.save(model, run / "model.safetensors")
+    words = refusal(call("translate", run, "abc $"))
+    assert words.startswith("RUN: expected a run that has learned something, got")
+    result = train("--out", run, "--resume")  # to be judged again
+    assert (result.exit_code, result.stderr) == (1, ""), result.exception
+    assert result.stdout == "\nIt can't be judged: what the model predicts is NaN.\n"
 
 
 # The picture ----------------------------------------------------------------------------------------------------------

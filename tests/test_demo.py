@@ -314,8 +314,10 @@ def test_refuses_an_unreadable_file(poem: Path, monkeypatch: pytest.MonkeyPatch,
     def refuse(_: Path) -> bytes:
         raise error
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert told in refusal(tiny("--text", poem))
+    for name in ("read_bytes", "is_dir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            assert told in refusal(tiny("--text", poem))
 
 
 def test_refuses_what_is_not_utf8(tmp_path: Path):

@@ -237,6 +237,22 @@ def test_a_codec_spells_what_it_reads():
     assert [codec.name(token) for token in codec.encode("ab")] == ["a", "b", "end"]
 
 
+def test_a_codec_reads_its_vocabulary_once():
+    """Tens of thousands of sentences are encoded before a run begins."""
+    reads = []
+
+    class Watched(Characters):
+        def __getattribute__(self, name):
+            if name in ("vocabulary", "_token_of"):
+                reads.append(name)
+            return super().__getattribute__(name)
+
+    codec = Codec(Watched("ab"))
+    reads.clear()
+    assert codec.encode("axb") == [4, UNKNOWN, 5, END]
+    assert reads == []
+
+
 def test_batches_are_of_similar_length_and_cover_all_pairs():
     pairs = Pairs([("a" * n, "a" * n) for n in range(1, 65)], SOME.valid, SOME.test)
     codec = Codec(Characters.of("abc"))

@@ -23,6 +23,7 @@ from multihead.models.gpt import GPT
 from multihead.training import runs
 from multihead.training.checkpoints import read_checkpoint, write_checkpoint, write_json
 from multihead.training.language import LanguageModelling
+from multihead.training.loop import Step, Trainer
 from multihead.training.options import Options
 from multihead.training.parallel import Processes
 from multihead.training.plan import Checkpoint, carry_out, start
@@ -291,6 +292,39 @@ def test_a_loss_that_is_no_number(tmp_path: Path, undrawn: None):  # noqa: ARG00
     assert "Stopped: the loss of step 6 is nan. A smaller --learning-rate" in told.getvalue()
     assert "Step 4 is saved." in told.getvalue()
     assert what_counts(folder)[1]["done"] == 4
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_step_that_ruins_the_model_is_not_saved(
+    tmp_path: Path,
+    undrawn: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+    last: bool,
+    finite: bool,
+):
+    """Of the last step no other could show it; of those before, a checkpoint that is good would be replaced."""
+    folder, task, told, at = tmp_path / "run", make_task(), io.StringIO(), 9 if last else 8
+    advance = Trainer.advance
+
+    def ruin(self: Trainer) -> Step:
+        step = advance(self)
+        if step.number == at:  # to logits that are infinite
+            torch.nn.init.constant_(task.model.norm.weight, 1e38 if finite else float("nan"))
+        return step
+
+    monkeypatch.setattr(Trainer, "advance", ruin)
+    options = replace(OPTIONS, validate_every=1 if finite else 100, save_every=4)
+    outcome = fit(task, options, begin(folder), processes=Processes(), console=Console(file=told))
+    saved = 8 if last else 4
+    assert (outcome.code, outcome.done) == (1, saved)
+    # The last step is validated before it is saved.
+    why = rf"the validation loss after step {at} is (inf|nan)" if finite or last else f"step {at} made weights infinite"
+    assert re.search(rf"\nStopped: {why}.* A smaller --learning-rate", told.getvalue())
+    assert f"Step {saved} is saved." in told.getvalue()
+    assert what_counts(folder)[1]["done"] == saved
+    assert all(tensor.isfinite().all() for tensor in GPT.load(folder / "model.safetensors").state_dict().values())
+    assert "NaN" not in (folder / "metrics.jsonl").read_text()
 
 
 # Files that are whole or not there ------------------------------------------------------------------------------------

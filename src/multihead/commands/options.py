@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import torch
 import typer
 
 from multihead.commands.refusing import refuse
+from multihead.errors import bad_value
+from multihead.training.loop import Diverged
 from multihead.training.parallel import UnequalProcesses, leave
 from multihead.training.plan import Start
 from multihead.training.progress import INTERRUPTED
@@ -84,6 +87,17 @@ ParallelOption = Annotated[
 ]
 
 
+def refuse_diverged(run: Path, error: Diverged) -> NoReturn:
+    """Leave, as a run's model is of no use: whether it is only shows when it predicts."""
+    told = bad_value("RUN", "a run that has learned something", f"{str(run)!r}, whose training diverged: {error}")
+    refuse(f"{told} Train it with a smaller --learning-rate.")
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch has a class of errors for this on GPUs alone."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def finish(start: Start, carry_out: Callable[[], int]) -> NoReturn:
     """Train what was prepared, and leave with its exit code, or with a line that says why it can't be done."""
     try:
@@ -94,6 +108,12 @@ def finish(start: Start, carry_out: Callable[[], int]) -> NoReturn:
         refuse(f"--compile: expected a model that can be compiled here, got: {error}. Add --resume --no-compile.")
     except UnequalProcesses as error:
         refuse(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        instead = "Take a smaller --batch, a larger --accumulate or a smaller model."
+        told = bad_value("--batch", "steps that fit into memory", "larger ones", "What was saved last stands.", instead)
+        refuse(str(told))
     except KeyboardInterrupt:  # while the trained model is judged: it is saved
         code = INTERRUPTED
     raise typer.Exit(leave(start.processes, code))

@@ -8,7 +8,9 @@ from typing import NoReturn
 
 
 def refuse(message: str) -> NoReturn:
-    """Leave with code 2 and a message on one line; of the processes that torchrun started the first says it."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"multihead: {' '.join(message.split())}\n")
+    """Leave with code 2 and a message on one line; of the processes that torchrun started each says which it is, but
+    for the first."""
+    rank = os.environ.get("RANK", "0")
+    who = "" if rank == "0" else f"rank {rank}: "
+    sys.stderr.write(f"multihead: {who}{' '.join(message.split())}\n")
     raise SystemExit(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from enum import Enum
 from itertools import chain
@@ -37,9 +36,12 @@ from multihead.commands.options import (
     default_device,
     finish,
     given_options,
+    refuse_diverged,
 )
 from multihead.commands.refusing import refuse
 from multihead.training import text_run, writing
+from multihead.training.loop import Diverged
+from multihead.training.progress import drop
 
 _TEXT = "Text"
 
@@ -55,9 +57,11 @@ _TRAIN_HELP = "\n\n".join(
         "are the same for any vocabulary.",
         "[bold]The folder[/] has config.json, metrics.jsonl (a line a step), loss.png, tokenizer.json, "
         "model.safetensors and state.safetensors, the checkpoint. Ctrl-C finishes the step, saves, says how to go on, "
-        "and gives exit code 130; --resume goes on to the same numbers as if it had never stopped. After a kill, what "
-        "came since the last checkpoint is done again. Exit code 1: the loss is no number any more. Exit code 2: "
-        "something that was asked for can't be done; nothing was written then.",
+        "and gives exit code 130, or in the last step 0, as all is done; --resume goes on to the same numbers as if it "
+        "had never stopped. After a kill, what came since the last checkpoint is done again. Exit code 1: the loss is "
+        "no number any more. Exit code 2: something that was asked for can't be done; nothing was written then, unless "
+        "it shows only in a step: --compile without a compiler, too little memory, a full disk. Then what was saved "
+        "last stands, but with --overwrite the older run is gone.",
     )
 )
 _TRAIN_EXAMPLES = "\n\n".join(
@@ -99,7 +103,10 @@ def _train(
         ),
     ] = None,
     vocabulary: Annotated[
-        int, typer.Option(help="How many different tokens there are at most, at least 256.", rich_help_panel=_TEXT)
+        int,
+        typer.Option(
+            help="How many different tokens there are at most, at least 256; not with --chars.", rich_help_panel=_TEXT
+        ),
     ] = 1024,
     chars: Annotated[
         bool,
@@ -190,7 +197,9 @@ _GENERATE_EXAMPLES = "\n\n".join(
 
 def _generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that multihead train made.")],
-    prompt: Annotated[str, typer.Option(help="What the text starts with. By default a new line.")] = "\n",
+    prompt: Annotated[
+        str | None, typer.Option(help="What the text starts with. By default a new line, if the model knows it.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="How many tokens to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="Above 0; below 1 is safer, above 1 bolder. 0: no draw.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from so many of the likeliest.")] = None,
@@ -225,8 +234,12 @@ def _generate(
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has had enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+    except BrokenPipeError:
+        drop(sys.stdout)
+    except Diverged as error:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        refuse_diverged(run, error)
 
 
 def register(app: typer.Typer) -> None:

@@ -35,9 +35,12 @@ from multihead.commands.options import (
     default_device,
     finish,
     given_options,
+    refuse_diverged,
 )
 from multihead.commands.refusing import refuse
 from multihead.training import translating, translation_run
+from multihead.training.loop import Diverged
+from multihead.training.progress import drop
 
 _PAIRS = "Pairs"
 
@@ -54,7 +57,8 @@ _TRAIN_HELP = "\n\n".join(
         "back too, are translated by beam search and compared with what was wanted; those of a file also by "
         "[bold]BLEU[/] and [bold]chrF[/], from 0 to 100. A twentieth of a file's sources, 1,000 at most, is kept back "
         "for each of the two.",
-        "[bold]The folder[/] is as that of multihead train, and so are Ctrl-C, --resume and the exit codes.",
+        "[bold]The folder[/] is as that of multihead train, and so are Ctrl-C, --resume and the exit codes. --resume "
+        "of a run whose steps are all done judges it again.",
     )
 )
 _TRAIN_EXAMPLES = "\n\n".join(
@@ -198,7 +202,7 @@ def _translate(
     threads: Annotated[int | None, typer.Option(help="How many cores to use. By default as torch chooses.")] = None,
 ) -> None:
     try:
-        texts = text or sys.stdin.read().splitlines()
+        texts = text or translating.read_sentences(sys.stdin.buffer.read())
         made = translating.prepare_translating(
             run,
             texts,
@@ -208,11 +212,18 @@ def _translate(
             device=device or default_device(),
             threads=threads,
         )
-    except (TypeError, ValueError, ImportError) as error:  # of them UnicodeDecodeError, of standard input
+    except (TypeError, ValueError, ImportError) as error:
         refuse(str(error))
-    translations = made.translations()
-    for translation in translations:
-        typer.echo(made.text(translation))
+    try:
+        translations = made.translations()
+    except Diverged as error:
+        refuse_diverged(run, error)
+    try:
+        for translation in translations:
+            sys.stdout.write(f"{made.text(translation)}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop(sys.stdout)
     if attention is not None:
         try:
             note = made.draw(translations[0])

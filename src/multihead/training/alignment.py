@@ -24,18 +24,19 @@ def check_picture(argument: str, path: Path) -> None:
     expected = "a PNG file that can be made"
     if path.suffix.lower() != ".png":
         raise bad_value(argument, expected, repr(str(path)), "Pictures are drawn as PNG.", "Name it something.png.")
-    if not path.parent.is_dir():
-        raise bad_value(argument, expected, f"{str(path)!r}, in a folder that does not exist")
-    if path.is_dir():
-        raise bad_value(argument, expected, f"{str(path)!r}, a folder")
-    if path.exists():
-        try:
+    try:
+        if not path.parent.is_dir():
+            raise bad_value(argument, expected, f"{str(path)!r}, in a folder that does not exist")
+        if path.is_dir():
+            raise bad_value(argument, expected, f"{str(path)!r}, a folder")
+        begin = _PNG
+        if path.exists():
             with path.open("rb") as file:
                 begin = file.read(len(_PNG))
-        except OSError as error:
-            raise bad_value(argument, expected, f"{str(path)!r} ({error.strerror})") from None
-        if begin != _PNG:
-            raise bad_value(argument, expected, f"{str(path)!r}, which is another file", "It would be lost.")
+    except OSError as error:
+        raise bad_value(argument, expected, f"{str(path)!r} ({error.strerror})") from None
+    if begin != _PNG:
+        raise bad_value(argument, expected, f"{str(path)!r}, which is another file", "It would be lost.")
 
 
 def draw_alignment(path: Path, weights: Tensor, source: Sequence[str], target: Sequence[str]) -> str:

@@ -53,7 +53,7 @@ class Task(Protocol):
 
 
 class Diverged(Exception):
-    """The loss is no finite number any more: nothing can be learned from here on."""
+    """The loss, or what the model predicts, is no finite number any more: nothing can be learned from here on."""
 
 
 @dataclass(frozen=True)

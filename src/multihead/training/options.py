@@ -13,6 +13,11 @@ from multihead.training.parallel import WAYS, Processes
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_THREADS = 256
+_MOST_STEPS = 10**12
+_MOST_BATCH = 1 << 20
+_MOST_WIDTH = 1 << 20
+_MOST_LAYERS = 4096
+_MOST_RATE = 1e6  # of learning and of decay: nobody wants more, and float32 holds their product
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,16 @@ class Options:
 
     def check(self, processes: Processes) -> None:
         """Raise ValueError or TypeError, by the option's name, if something can't be done."""
-        for name in ("steps", "accumulate", "validate_every", "save_every"):
+        check_range("--steps", self.steps, 1, _MOST_STEPS)
+        for name in ("accumulate", "validate_every", "save_every"):
             check_size(option(name), getattr(self, name))
         if self.warm_up is not None:
             check_range("--warm-up", self.warm_up, 0, self.steps)
         if self.threads is not None:
             check_range("--threads", self.threads, 1, MOST_THREADS)
         check_range("--seed", self.seed, 0, 2**63 - 1)
-        check_real("--learning-rate", self.learning_rate, above=True)
-        check_real("--weight-decay", self.weight_decay)
+        check_real("--learning-rate", self.learning_rate, above=True, most=_MOST_RATE)
+        check_real("--weight-decay", self.weight_decay, most=_MOST_RATE)
         check_real("--clip", self.clip)
         check_choice("--dtype", self.dtype, DTYPES)
         check_device(self.device, processes)
@@ -88,13 +94,15 @@ def check_range(argument: str, value: object, least: int, most: int) -> int:
     return value
 
 
-def check_real(argument: str, value: object, *, above: bool = False) -> float:
-    """`value` back, if it is a finite number of at least 0, or above 0."""
+def check_real(argument: str, value: object, *, above: bool = False, most: float = math.inf) -> float:
+    """`value` back, if it is a finite number of at least 0, or above 0, and at most `most`."""
     words = f"a finite number {'above' if above else 'of at least'} 0"
     if not is_number(value):
         raise bad_type(argument, words, value)
     if not 0 <= value < math.inf or (above and value == 0):
         raise bad_value(argument, words, value)
+    if value > most:
+        raise bad_value(argument, f"at most {most:g}", value)
     return float(value)
 
 
@@ -105,10 +113,18 @@ def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> str:
     return str(value)
 
 
+def check_batch(batch: object, parts: int) -> None:
+    """Raise ValueError or TypeError, by the option's name, if a step can't be cut into so many parts of one size."""
+    if check_range("--batch", batch, 1, _MOST_BATCH) % parts:
+        expected = f"a multiple of {parts}, the processes times --accumulate"
+        raise bad_value("--batch", expected, batch, "They could not have equal shares.")
+
+
 def check_model_sizes(*, width: int, layers: int, heads: int) -> None:
     """Raise ValueError, by the option's name, for sizes that no model of rotary positions can have."""
-    for argument, size in (("--width", width), ("--layers", layers), ("--heads", heads)):
-        check_size(argument, size)
+    check_range("--width", width, 1, _MOST_WIDTH)
+    check_range("--layers", layers, 1, _MOST_LAYERS)
+    check_size("--heads", heads)
     if width % (2 * heads):
         below, above = width // (2 * heads) * 2 * heads, (width // (2 * heads) + 1) * 2 * heads
         otherwise = "Each head has an equal part of the width, and rotary positions turn its channels in pairs."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -48,5 +50,13 @@ class _Lines:
 
 def say(console: Console, line: str) -> None:
     """A line as it is, past rich: brackets in it are no markup, and after Ctrl-C rich might write it once more."""
-    console.file.write(f"{line}\n")
-    console.file.flush()
+    try:
+        console.file.write(f"{line}\n")
+        console.file.flush()
+    except BrokenPipeError:  # training goes on without who watched it
+        drop(console.file)
+
+
+def drop(stream: IO[str]) -> None:
+    """Write nowhere from now on: who reads has had enough, such as `head`. Python would complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

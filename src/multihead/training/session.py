@@ -105,6 +105,8 @@ class _Session:
                 return Outcome(DIVERGED, self.saved, math.nan, self.validation)
             except RuntimeError as error:
                 if self.options.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                    if signals.last:  # it ended the compiler too: a terminal sends it to all that belongs together
+                        return Outcome(128 + signals.last, self.saved, math.nan, self.validation)
                     raise CannotCompile(str(error).splitlines()[0]) from error
                 raise
             except KeyboardInterrupt:  # the second one
@@ -139,6 +141,8 @@ class _Session:
         line: dict[str, Any] = {"step": step.number, "loss": step.loss}
         if self._due(self.options.validate_every):
             self.validation = self.trainer.validate()
+            if not all(map(math.isfinite, self.validation.values())):
+                raise Diverged(f"the validation loss after step {step.number:,} is {self.validation.get('loss')}")
             line |= {f"validation_{name}": value for name, value in self.validation.items()}
         if self.processes.first:
             seconds = round(perf_counter() - self.begin, 3)
@@ -146,6 +150,9 @@ class _Session:
 
     def _save(self) -> None:
         state = self.trainer.state()  # by all processes: each has a shard
+        # The loss of a step is that before it: whether the step itself ruined the model is only seen here.
+        if not all(bool(tensor.isfinite().all()) for name, tensor in state.items() if name.startswith("model.")):
+            raise Diverged(f"step {self.trainer.done:,} made weights infinite or NaN")
         if self.processes.first:
             # The checkpoint last: from the one of the last step nothing goes on that could mend a model left behind.
             saving.save(self._plain(state), self.run.path(MODEL))

@@ -19,7 +19,7 @@ from torch import Tensor
 from multihead.errors import bad_type, bad_value, check_probability, check_size, is_number
 from multihead.models.gpt import GPT
 from multihead.training.language import LanguageModelling
-from multihead.training.options import check_choice, check_model_sizes, check_range
+from multihead.training.options import check_batch, check_choice, check_model_sizes, check_range
 from multihead.training.plan import Start, start
 from multihead.training.plan import carry_out as carry_out_any
 from multihead.training.runs import TOKENIZER
@@ -59,6 +59,9 @@ def prepare(
     settings = {**settings, "text": [str(Path(path).absolute()) for path in settings["text"]]}
     begun = start(KIND, settings, given=given, out=out, resume=resume, overwrite=overwrite)
     settings = begun.settings
+    if settings["chars"] and "vocabulary" in given:
+        otherwise = "There a token is a character."
+        raise bad_value("--vocabulary", "none with --chars", settings["vocabulary"], otherwise, "Leave it out.")
     _check_sizes(settings, begun.options.accumulate * begun.processes.count)
 
     text = read_texts([Path(path) for path in settings["text"]])
@@ -120,9 +123,7 @@ def _check_sizes(settings: Mapping[str, Any], parts: int) -> None:
         raise bad_type("--valid-share", "a number between 0 and 1", share)
     if not 0 < share < 1:
         raise bad_value("--valid-share", "a number between 0 and 1", share, "", "0.1 keeps a tenth back.")
-    if check_size("--batch", settings["batch"]) % parts:
-        expected = f"a multiple of {parts}, the processes times --accumulate"
-        raise bad_value("--batch", expected, settings["batch"], "They could not have equal shares.")
+    check_batch(settings["batch"], parts)
 
 
 def _check_lengths(train: Tensor, valid: Tensor, settings: Mapping[str, Any], unit: str, characters: int) -> None:

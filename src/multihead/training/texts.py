@@ -30,9 +30,9 @@ def read_text(path: Path | None) -> str:
     def unfit(what: str, instead: str) -> ValueError:
         return bad_value("--text", "a UTF-8 text file", f"{str(path)!r}, {what}", "", instead)
 
-    if path.is_dir():
-        raise unfit("a directory", "Name one file.")
     try:
+        if path.is_dir():
+            raise unfit("a directory", "Name one file.")
         data = path.read_bytes()
     except FileNotFoundError:
         raise unfit("which does not exist", "Check the path.") from None

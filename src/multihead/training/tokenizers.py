@@ -112,8 +112,12 @@ class BytePairs:
         """How many different tokens there are."""
         return len(self._bytes)
 
-    def encode(self, text: str, argument: str = "text") -> list[int]:  # noqa: ARG002  # it spells every text
-        """The tokens of a text."""
+    def encode(self, text: str, argument: str = "text") -> list[int]:
+        """The tokens of a text. ValueError, by the argument's name, if it is none that UTF-8 can write."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # what Python makes of bytes on the command line that are not UTF-8
+            raise bad_value(argument, "text in UTF-8", f"{text[error.start]!a} in it") from None
         tokens: list[int] = self.inner.encode(text).ids
         return tokens
 

@@ -35,7 +35,7 @@ class Translating:
     picture: Path | None
 
     def translations(self) -> list[list[int]]:
-        """The tokens of each translation."""
+        """The tokens of each translation. Diverged if what the model predicts is NaN."""
         options = {"beams": self.beams, "longest": self.longest, "length_penalty": self.length_penalty}
         return translate_texts(self.model, self.sources, **options)  # type: ignore[arg-type]
 
@@ -58,6 +58,17 @@ class Translating:
         tokens = (torch.tensor([row], device=device) for row in (source, [START, *translation]))
         weights = self.model.eval().cross_weights(*tokens)
         return torch.stack(weights).mean((0, 1, 2)).cpu()  # of (blocks, B=1, H, L, S)
+
+
+def read_sentences(data: bytes) -> list[str]:
+    """The lines of standard input. ValueError, with the line's number, if they are not UTF-8."""
+    try:
+        text = data.decode().removeprefix("\ufeff").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        instead = "Save it as UTF-8 first."
+        raise bad_value("TEXT", "lines of UTF-8", f"line {line}, which is not", "", instead) from None
+    return text.split("\n") if text else []  # no splitlines: it would break at rarer signs too
 
 
 def prepare_translating(
@@ -101,7 +112,8 @@ def prepare_translating(
     most = settings.get("longest") if isinstance(settings, dict) else None
     if not is_int(longest) or not is_int(most):
         raise bad_value("RUN", f"a run whose config.json has {LONGEST}", repr(str(folder)), "It is damaged.")
-    sources = [_encoded(text, codec, most) for text in texts]
+    numbered = ((f"TEXT {i}" if len(texts) > 1 else "TEXT", text) for i, text in enumerate(texts, 1))
+    sources = [_encoded(argument, text, codec, most) for argument, text in numbered]
     model = run.model(Translator, device)
     if model.config["source_vocabulary"] != codec.size:
         got = f"one of {model.config['source_vocabulary']} and one of {codec.size}"
@@ -109,14 +121,14 @@ def prepare_translating(
     return Translating(model, codec, sources, beams, length_penalty, check_size(LONGEST, longest), picture)
 
 
-def _encoded(text: str, codec: Codec, most: int) -> list[int]:
+def _encoded(argument: str, text: str, codec: Codec, most: int) -> list[int]:
     text = text.strip()
     if not text:
-        raise bad_value("TEXT", "a sentence", "a blank one", "There is nothing to translate.")
-    source = codec.encode(text, "TEXT")
+        raise bad_value(argument, "a sentence", "a blank one", "There is nothing to translate.")
+    source = codec.encode(text, argument)
     length = len(source) - 1  # without the end
     if length > most:
         otherwise = "It has learned no longer ones."
         expected = f"at most {most} {codec.tokenizer.unit}, the run's --longest"
-        raise bad_value("TEXT", expected, length, otherwise, "Cut it into sentences.")
+        raise bad_value(argument, expected, length, otherwise, "Cut it into sentences.")
     return source

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from multihead.models.beam import translate
 from multihead.models.translator import Translator
+from multihead.training.loop import Diverged
 from multihead.training.packages import need
 from multihead.training.pairs import Pair, Pairs
 from multihead.training.tokenizers import Characters, Tokenizer, spell
@@ -29,6 +30,8 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.size = tokenizer.size + _OWN
+        characters = tokenizer.vocabulary if isinstance(tokenizer, Characters) else ""
+        self._place = {character: i + _OWN for i, character in enumerate(characters)}
 
     def encode(self, text: str, argument: str | None = None) -> list[int]:
         """A sentence's tokens, END last.
@@ -40,8 +43,7 @@ class Codec:
         if argument is not None or not isinstance(self.tokenizer, Characters):
             tokens = self.tokenizer.encode(text, argument or "text")
             return [*(token + _OWN for token in tokens), END]
-        place = {character: i + _OWN for i, character in enumerate(self.tokenizer.vocabulary)}
-        return [*(place.get(character, UNKNOWN) for character in text), END]
+        return [*(self._place.get(character, UNKNOWN) for character in text), END]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, our own left out."""
@@ -137,6 +139,9 @@ def translate_texts(
         beams, length_penalty: as of `beam_search`.
         longest: the length of the longest target that was learned: translations are cut where they are far longer, and
             longer than twice their own source.
+
+    Raises:
+        Diverged: what the model predicts is NaN.
     """
     device = next(model.parameters()).device
     found: list[list[int]] = [[]] * len(sources)
@@ -145,10 +150,13 @@ def translate_texts(
         rows = order[start : start + _AT_ONCE]
         source = pad_sequence([torch.tensor(sources[i]) for i in rows], batch_first=True, padding_value=PAD).to(device)
         most = [max(longest + longest // 4, 2 * len(sources[i])) + 16 for i in rows]
-        ranked = translate(
-            model, source, START, END, keep=source != PAD, beams=beams, length_penalty=length_penalty, max_length=most,
-            never=(PAD, START, UNKNOWN),
-        )  # fmt: skip
+        try:
+            ranked = translate(
+                model, source, START, END, keep=source != PAD, beams=beams, length_penalty=length_penalty,
+                max_length=most, never=(PAD, START, UNKNOWN),
+            )  # fmt: skip
+        except ValueError as error:  # all else was checked
+            raise Diverged("what the model predicts is NaN") from error
         for i, hypotheses in zip(rows, ranked, strict=True):
             found[i] = list(hypotheses[0].tokens)
     return found

@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from multihead.errors import bad_value, check_probability, check_size
+from multihead.errors import bad_value, check_probability
 from multihead.models import saving
 from multihead.models.translator import POSITIONS, Translator
-from multihead.training.options import check_choice, check_model_sizes, check_range
+from multihead.training.loop import Diverged
+from multihead.training.options import check_batch, check_choice, check_model_sizes, check_range
 from multihead.training.packages import need
 from multihead.training.pairs import Pair, Pairs, made_pairs, names, read_pairs, split_pairs
 from multihead.training.plan import Start, start
 from multihead.training.plan import carry_out as carry_out_any
 from multihead.training.progress import say
 from multihead.training.runs import MODEL, TOKENIZER
+from multihead.training.session import DIVERGED
 from multihead.training.tokenizers import BytePairs, Characters, Tokenizer, tokenizer_from
 from multihead.training.translation import UNKNOWN, Codec, Translation, judge, translate_texts
 
@@ -113,9 +115,7 @@ def _check(settings: Mapping[str, Any], parts: int) -> None:
         check_probability("--dropout", settings["dropout"])
     if check_probability("--smoothing", settings["smoothing"]) == 1:
         raise bad_value("--smoothing", "a number below 1", 1, "Nothing would be left of the right token.")
-    if check_size("--batch", settings["batch"]) % parts:
-        expected = f"a multiple of {parts}, the processes times --accumulate"
-        raise bad_value("--batch", expected, settings["batch"], "They could not have equal shares.")
+    check_batch(settings["batch"], parts)
 
 
 def _get_pairs(settings: Mapping[str, Any], seed: int) -> Pairs:
@@ -161,7 +161,10 @@ def _make_model(settings: Mapping[str, Any], vocabulary: int, seed: int) -> Tran
 
 
 def carry_out(plan: Plan, console: Console) -> int:
-    """Train as planned, unless all of it is done, and judge the model by the pairs of `test`. Returns the exit code.
+    """Train as planned, unless all of it is done, and judge the model by the pairs of `test`.
+
+    Returns:
+        The exit code; 1 also for a model that gives no numbers for them.
 
     Raises:
         OSError, UnequalProcesses: as `multihead.training.plan.carry_out`.
@@ -195,7 +198,11 @@ def carry_out(plan: Plan, console: Console) -> int:
             then=lambda folder: f"Let it translate: multihead translate {folder} {example}",
         )
     if code == 0 and plan.start.processes.first:
-        _judge(plan, longest, console)
+        try:
+            _judge(plan, longest, console)
+        except Diverged as error:
+            say(console, f"\nIt can't be judged: {error}.")
+            return DIVERGED
     return code
 
 

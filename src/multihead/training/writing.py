@@ -12,11 +12,12 @@ from multihead.errors import bad_value, check_size
 from multihead.models.generation import stream
 from multihead.models.gpt import GPT
 from multihead.models.stops import StopStrings
+from multihead.training.loop import Diverged
 from multihead.training.options import MOST_THREADS, check_device, check_range, option
 from multihead.training.parallel import Processes
 from multihead.training.runs import TOKENIZER, Run
 from multihead.training.text_run import KIND
-from multihead.training.tokenizers import Speller, Tokenizer, tokenizer_from
+from multihead.training.tokenizers import Characters, Speller, Tokenizer, tokenizer_from
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,19 @@ class Writing:
     stop: StopStrings
 
     def pieces(self) -> Iterator[str]:
-        """The text after the prompt, as it is written: whole characters, and nothing of a stop string."""
+        """The text after the prompt, as it is written: whole characters, and nothing of a stop string.
+
+        Raises:
+            Diverged: what the model predicts is NaN or infinite.
+        """
         speller = Speller(self.tokenizer)
-        for token in self.tokens:
-            yield self.stop.feed(speller.feed(int(token)))
-            if self.stop.met:
-                return
+        try:
+            for token in self.tokens:
+                yield self.stop.feed(speller.feed(int(token)))
+                if self.stop.met:
+                    return
+        except ValueError as error:  # all else was checked
+            raise Diverged("what the model predicts is NaN or infinite") from error
         yield self.stop.feed(speller.end())
         yield self.stop.finish()
 
@@ -42,7 +50,7 @@ class Writing:
 def prepare_writing(
     folder: Path,
     *,
-    prompt: str,
+    prompt: str | None,
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -58,7 +66,8 @@ def prepare_writing(
 
     Args:
         folder: of a run of `multihead train`.
-        prompt: what the text starts with, at least one character.
+        prompt: what the text starts with, at least one character; None for a new line, or where the model knows none,
+            the first character that it knows.
         max_new_tokens: how many tokens to write, unless a stop string comes.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: as of `multihead.models.generation.generate`.
         stop: the text ends before any of these.
@@ -74,11 +83,14 @@ def prepare_writing(
     check_device(device, Processes())
     if threads is not None:
         torch.set_num_threads(check_range("--threads", threads, 1, MOST_THREADS))
-    if not prompt:
+    if prompt == "":
         raise bad_value("--prompt", "at least one character", "none", "", "Leave it out to start with a new line.")
     if "" in stop:
         raise bad_value("--stop", "at least one character", "none", "It would stop before the first.")
     tokenizer = tokenizer_from(run.path(TOKENIZER))
+    if prompt is None:
+        known = tokenizer.vocabulary if isinstance(tokenizer, Characters) else "\n"
+        prompt = "\n" if "\n" in known else known[0]
     tokens = torch.tensor(tokenizer.encode(prompt, "--prompt"))
     model = run.model(GPT, device)
     if model.vocabulary != tokenizer.size:
