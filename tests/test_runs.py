@@ -375,7 +375,8 @@ def test_refuses_what_is_no_checkpoint(tmp_path: Path, whole: Path):
         with pytest.raises(ValueError, match=re.escape(f"{path}: expected a")) as error:
             read_checkpoint(path)
         assert "\n" not in str(error.value)
-    for spoiled in (data + b"x", data.replace(b'"F32"', b'"F16"', 1), data.replace(b'{"format"', b'["format"', 1)):
+    header = b'{"__metadata__":[1]}'
+    for spoiled in (data + b"x", data.replace(b'"F32"', b'"F16"', 1), len(header).to_bytes(8, "little") + header):
         path.write_bytes(spoiled)
         with pytest.raises(ValueError, match=re.escape(f"{path}: expected a safetensors file, got ")) as error:
             read_checkpoint(path)

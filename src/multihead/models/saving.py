@@ -107,6 +107,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu", ki
         OSError: it can't be read.
         ImportError: safetensors is not installed.
     """
+    _safetensors()  # whose absence is told before anything about the file
     path = Path(path)
     metadata = read_metadata(path)
     name, config = _described(path, metadata)
