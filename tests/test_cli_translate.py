@@ -277,6 +277,7 @@ def test_missing_packages(tmp_path, monkeypatch):
         (["abc", "--beams", 1000], "--beams: expected at most 256, got 1000"),
         (["abc", "--length-penalty", -1], "--length-penalty: expected a finite number of at least 0"),
         (["abc", "--length-penalty", "nan"], "--length-penalty: expected a finite number of at least 0"),
+        (["abc", "--length-penalty", 1000], "--length-penalty: expected at most 20, got 1000"),
         (["abc", "--threads", 0], "--threads: expected at least 1"),
         (["abc", "--device", "moon"], "--device: expected a device of this machine"),
         (["abc", "acb", "--attention", "a.png"], "--attention: expected a single sentence, got 2"),

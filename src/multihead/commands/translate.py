@@ -196,7 +196,7 @@ def _translate(
         list[str] | None, typer.Argument(metavar="TEXT...", help="Sentences. By default the lines of standard input.")
     ] = None,
     beams: Annotated[int, typer.Option(help="How many translations are followed at once.")] = 4,
-    length_penalty: Annotated[float, typer.Option(help="From 0 on; the larger, the longer.")] = 0.6,
+    length_penalty: Annotated[float, typer.Option(help="From 0 to 20; the larger, the longer.")] = 0.6,
     attention: Annotated[Path | None, typer.Option(help="A PNG file to draw the cross-attention to.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda ... By default cuda where there is one.")] = None,
     threads: Annotated[int | None, typer.Option(help="How many cores to use. By default as torch chooses.")] = None,

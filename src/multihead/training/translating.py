@@ -20,6 +20,7 @@ from multihead.training.translation import END, START, Codec, translate_texts
 from multihead.training.translation_run import KIND, LONGEST
 
 _MOST_BEAMS = 256
+_MOST_PENALTY = 20.0  # of the length: its power of any length that there is room for is finite
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def prepare_translating(
     if not texts:
         raise bad_value("TEXT", "at least one sentence", "none")
     check_range("--beams", beams, 1, _MOST_BEAMS)
-    check_real("--length-penalty", length_penalty)
+    check_real("--length-penalty", length_penalty, most=_MOST_PENALTY)
     check_device(device, Processes())
     if threads is not None:
         torch.set_num_threads(check_range("--threads", threads, 1, MOST_THREADS))
