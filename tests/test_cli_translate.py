@@ -285,7 +285,7 @@ def test_missing_packages(tmp_path, monkeypatch):
         (["abc", "--attention", "no/a.png"], "in a folder that does not exist"),
         (["abc", "--attention", "x" * 300 + ".png"], "x.png' (File name too long)"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_translating_refuses(trained, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
