@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models
 #        <- training <- commands <- cli
 TIERS = [
-    {"errors", "textbook", "whole_files"},
+    {"errors", "labels", "packages", "textbook", "whole_files"},
     {"plane", "mask_kinds", "masks", "positions", "rotary", "layouts", "options"},
     {"cache", "cache_format", "cache_ledger", "cache_pages", "cache_state", "cache_storage"},
     {"reference", "request"},
@@ -48,8 +48,8 @@ APART = [
     ("models", "explain"),
 ]
 COMMAND_LINE = {"cli": {"typer", "rich"}, "commands": {"typer", "rich"}, "demo": {"rich"}}
-# Others are imported by name, where they are needed: see training/packages.py.
-COMMAND_LINE |= {"training": {"rich", "matplotlib"}}
+# Others are imported by name, where they are needed: see packages.py.
+COMMAND_LINE |= {"training": {"rich", "matplotlib"}, "inspection": {"matplotlib"}, "labels": {"matplotlib"}}
 
 
 class Import(NamedTuple):

@@ -11,10 +11,10 @@ import torch
 
 from multihead.models.beam import translate
 from multihead.models.translator import Translator
+from multihead.packages import MissingPackage
 from multihead.training import pairs as pairs_module
 from multihead.training.loop import Trainer
 from multihead.training.options import Options
-from multihead.training.packages import MissingPackage
 from multihead.training.pairs import LEAST_PAIRS, Pairs, made_pairs, names, read_pairs, split_pairs
 from multihead.training.parallel import Processes
 from multihead.training.tokenizers import BytePairs, Characters

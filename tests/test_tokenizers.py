@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multihead.packages import MissingPackage
 from multihead.training import tokenizers
-from multihead.training.packages import MissingPackage
 from multihead.training.texts import read_text, read_texts, split
 from multihead.training.tokenizers import BytePairs, Characters, Speller, Tokenizer, spell, tokenizer_from
 

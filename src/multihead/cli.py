@@ -24,7 +24,7 @@ except ModuleNotFoundError as missing:
 import torch
 
 from multihead import __version__, demo
-from multihead.commands import train, translate
+from multihead.commands import train, translate, view
 from multihead.commands.refusing import refuse
 from multihead.doctor import doctor
 from multihead.explain import explain
@@ -256,6 +256,7 @@ def _doctor() -> None:
 
 train.register(app)
 translate.register(app)
+view.register(app)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from multihead.errors import is_int
+from multihead.errors import bad_value, is_int
+from multihead.inspection import pictures
 from multihead.inspection.exact import MOST_BYTES
 from multihead.inspection.record import Record
+from multihead.inspection.report import page, write_report
 from multihead.inspection.rollout import rollout
 from multihead.inspection.statistics import check_names
 from multihead.inspection.summary import Summary, summarize
@@ -69,6 +73,36 @@ class Capture(Mapping[str, Record]):
             ValueError, TypeError: the layers are not self-attention over the same tokens, or an option does not fit.
         """
         return rollout(list(self.values()), rows, residual)
+
+    def plot(self, column: str = "entropy", *, ax: Any = None, **style: Any) -> Any:
+        """A column of `summary` as a picture, layers down and heads across: see `pictures.plot_overview`."""
+        return pictures.plot_overview(self.summary(), column, ax=ax, **style)
+
+    def report(
+        self, path: str | os.PathLike[str], *, tokens: Sequence[str] | None = None, title: str = "Attention"
+    ) -> None:
+        """Write what the last calls did as one HTML file: numbers and maps of all heads. It holds everything itself,
+        has no scripts, asks no network, and stays below 1 MiB.
+
+        Args:
+            path: of the file.
+            tokens: names of the tokens, where a layer has them one by one.
+            title: of the page.
+
+        Raises:
+            ValueError: not one name for each token, or nothing was captured.
+            OSError: the file can't be written.
+            MissingPackage: there is no matplotlib here.
+        """
+        write_report(Path(path), self._ran(), tokens, title)
+
+    def _repr_html_(self) -> str:
+        return page(self._ran(), None, "Attention")
+
+    def _ran(self) -> dict[str, Record]:
+        if not len(self):
+            raise bad_value("capture", "one that saw a call", "an empty one")
+        return dict(self)
 
     def __repr__(self) -> str:
         return f"Capture({', '.join(f'{name!r}: {len(self._calls[name])}' for name in self)})"

@@ -75,6 +75,18 @@ class Record(ExactWeights):
             self._found |= self.gather({name: statistics.BY_NAME[name] for name in missing})
         return {name: self._found[name] for name in names}
 
+    def visible_blocks(self, size: int) -> Tensor:
+        """Which blocks of `size` x `size` of the map have a pair that the mask lets see each other, bool (*batch,
+        ceil(L / size), ceil(S / size)); over all heads, and without what a bias hides."""
+        B, _, _, L, S, _, _ = self._request.sizes
+        bounds = self._request.bounds(check_size("size", size), size)
+        if bounds is None:
+            return torch.ones(
+                *self._batch, -(-L // size), -(-S // size), dtype=torch.bool, device=self._request.q.device
+            )
+        found: Tensor = self._shaped(bounds.some.expand(B, *bounds.some.shape[1:]))
+        return found
+
     def gather(self, wanted: Mapping[str, Callable[[Request], statistics.Statistic]]) -> dict[str, Any]:
         """Statistics of your own, in one pass: what each function makes of the checked call (a `Statistic`:
         `add(block)` for every block of weights, then `result()`)."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from multihead.errors import bad_value
-from multihead.training.packages import need
+from multihead.labels import escaped, fonts_for, shown
+from multihead.packages import need
 from multihead.whole_files import write_whole
 
 _PNG = b"\x89PNG"
-_DEFAULT = "DejaVu Sans"  # comes with matplotlib
-_LAST_RESORT = "Last Resort"  # a font whose characters are boxes
 _INCH = 0.28  # of a token
 
 
@@ -56,16 +55,16 @@ def draw_alignment(path: Path, weights: Tensor, source: Sequence[str], target: S
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws without a screen, and changes no setting
     from matplotlib.figure import Figure
 
-    families, missing = _fonts("".join([*source, *target]))
+    families, missing = fonts_for("".join([*source, *target]))
     L, S = weights.shape
     figure = Figure(figsize=(2.5 + _INCH * S, 2.0 + _INCH * L), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(weights.numpy(), cmap="Greys", vmin=0.0, vmax=1.0, aspect="equal")
     text: dict[str, Any] = {"family": families, "parse_math": False}  # a dollar sign is a dollar sign
     axes.set_xticks(
-        range(S), _shown(source, missing), rotation=90 if missing or max(map(len, source)) > 3 else 0, **text
+        range(S), shown(source, missing), rotation=90 if missing or max(map(len, source)) > 3 else 0, **text
     )
-    axes.set_yticks(range(L), _shown(target, missing), **text)
+    axes.set_yticks(range(L), shown(target, missing), **text)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.set_xlabel("source")
@@ -74,38 +73,5 @@ def draw_alignment(path: Path, weights: Tensor, source: Sequence[str], target: S
     write_whole(path, lambda beside: FigureCanvasAgg(figure).print_png(str(beside)))
     if not missing:
         return ""
-    named = ", ".join(f"{character} as {_escaped(character)}" for character in sorted(missing))
+    named = ", ".join(f"{character} as {escaped(character)}" for character in sorted(missing))
     return f"no font here has some of the characters; the picture shows {named}"
-
-
-def _fonts(text: str) -> tuple[list[str], set[str]]:
-    """Families that have the characters of a text, to be tried in this order, and the characters that none has."""
-    from matplotlib.font_manager import fontManager
-    from matplotlib.ft2font import FT2Font
-
-    families = [_DEFAULT]
-    missing = {character for character in text if not character.isspace()}
-    default = [font for font in fontManager.ttflist if font.name == _DEFAULT]
-    others = [font for font in fontManager.ttflist if not font.name.startswith((_DEFAULT, _LAST_RESORT))]
-    for font in (*default[:1], *others):
-        if not missing:
-            break
-        try:
-            face = FT2Font(font.fname)
-            found = {character for character in missing if face.get_char_index(ord(character))}
-        except (OSError, RuntimeError):  # listed, and gone or damaged since
-            continue
-        if found:
-            missing -= found
-            families += [font.name] if font.name not in families else []
-    return families, missing
-
-
-def _shown(tokens: Iterable[str], missing: set[str]) -> list[str]:
-    """Tokens as labels: spaces can be seen, characters that no font has are escaped."""
-    spaced = (token.replace(" ", "_") for token in tokens)
-    return ["".join(_escaped(c) if c in missing or not c.isprintable() else c for c in token) for token in spaced]
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()

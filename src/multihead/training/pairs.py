@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from multihead.errors import bad_value, check_size
-from multihead.training.packages import need
+from multihead.packages import need
 
 Pair = tuple[str, str]  # source, target
 

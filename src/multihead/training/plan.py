@@ -19,9 +19,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from multihead.errors import bad_value, is_number
+from multihead.packages import need
 from multihead.training.loop import Task, check_state
 from multihead.training.options import Options
-from multihead.training.packages import need
 from multihead.training.parallel import Processes, joined, processes_here
 from multihead.training.progress import say
 from multihead.training.runs import PICTURE, STATE, Run, check_new, default_folder

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multihead.training.packages import need
+from multihead.packages import need
 from multihead.whole_files import write_whole
 
 _MOST_POINTS = 400  # a curve of single steps would be a band of noise

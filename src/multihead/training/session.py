@@ -17,9 +17,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from multihead.models import saving
+from multihead.packages import MissingPackage
 from multihead.training.loop import Diverged, Step, Task, Trainer
 from multihead.training.options import Options
-from multihead.training.packages import MissingPackage
 from multihead.training.parallel import Processes
 from multihead.training.progress import INTERRUPTED, display, say
 from multihead.training.runs import MODEL, PICTURE, Run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from multihead.errors import bad_value
-from multihead.training.packages import need
+from multihead.packages import need
 
 _BYTES = 256
 

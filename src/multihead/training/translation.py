@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from multihead.models.beam import translate
 from multihead.models.translator import Translator
+from multihead.packages import need
 from multihead.training.loop import Diverged
-from multihead.training.packages import need
 from multihead.training.pairs import Pair, Pairs
 from multihead.training.tokenizers import Characters, Tokenizer, spell
 

@@ -19,9 +19,9 @@ from rich.console import Console
 from multihead.errors import bad_value, check_probability
 from multihead.models import saving
 from multihead.models.translator import POSITIONS, Translator
+from multihead.packages import need
 from multihead.training.loop import Diverged
 from multihead.training.options import check_batch, check_choice, check_model_sizes, check_range
-from multihead.training.packages import need
 from multihead.training.pairs import Pair, Pairs, made_pairs, names, read_pairs, split_pairs
 from multihead.training.plan import Start, start
 from multihead.training.plan import carry_out as carry_out_any
