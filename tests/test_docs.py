@@ -26,8 +26,7 @@ def test_the_code_of_the_native_kernel_runs_and_prints_what_is_said(capsys):
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", ["README.md", "docs/drop_in.md", "docs/inspection.md"])
-def test_the_code_runs_and_prints_what_is_said(name, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # it writes files
+def test_the_code_runs_and_prints_what_is_said(name, capsys):
     hold_code(name, capsys)
 
 
