@@ -619,9 +619,13 @@ def test_generate_refuses_what_is_no_run(run: Path, poem: Path):
 def test_refuses_a_damaged_model(run: Path):
     path = run / "model.safetensors"
     data = path.read_bytes()
-    for spoiled in (data + b"x", data.replace(b'"F32"', b'"F16"', 1), data.replace(b"[0,", b"[4,", 1)):
+    for spoiled, told in (
+        (data + b"x", f"{len(data) + 1} bytes, but its tensors end at {len(data)}"),
+        (data.replace(b'"F32"', b'"F16"', 1), "a damaged one ("),
+        (data.replace(b"[0,", b"[4,", 1), "a damaged one ("),
+    ):
         path.write_bytes(spoiled)
-        assert refusal(call("generate", run)).startswith(f"{path}: expected a safetensors file, got a damaged one (")
+        assert refusal(call("generate", run)).startswith(f"{path}: expected a safetensors file, got {told}")
 
 
 def test_refuses_a_model_and_a_tokenizer_that_do_not_fit(run: Path, poem: Path, out: Path):
