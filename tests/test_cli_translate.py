@@ -17,10 +17,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from multihead import cli
+from multihead import cli, labels
 from multihead.models import saving
 from multihead.models.translator import Translator
-from multihead.training import alignment, pairs, translating, translation_run
+from multihead.training import pairs, translating, translation_run
 from multihead.training.alignment import draw_alignment
 from multihead.training.translating import prepare_translating
 
@@ -385,7 +385,7 @@ def test_the_alignment_is_what_the_decoder_looked_at(trained):
 
 
 def test_characters_without_a_font_are_escaped(tmp_path, monkeypatch):
-    monkeypatch.setattr(alignment, "_LAST_RESORT", "")  # leaves the default font alone, on any machine
+    monkeypatch.setattr(labels, "_LAST_RESORT", "")  # leaves the default font alone, on any machine
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         note = draw_alignment(tmp_path / "a.png", torch.rand(2, 4), ["a", " ", "$x$", "\ufffd"], ["年", "b月"])
@@ -395,7 +395,7 @@ def test_characters_without_a_font_are_escaped(tmp_path, monkeypatch):
 
 
 def test_labels():
-    assert alignment._shown(["a b", "年x", "\n"], {"年"}) == ["a_b", "\\u5e74x", "\\n"]
+    assert labels.shown(["a b", "年x", "\n"], {"年"}) == ["a_b", "\\u5e74x", "\\n"]
 
 
 def test_a_font_is_found_that_has_the_characters(monkeypatch):
@@ -418,7 +418,7 @@ def test_a_font_is_found_that_has_the_characters(monkeypatch):
     )
     assert sign is not None
     monkeypatch.setattr(fontManager, "ttflist", [default, *others])
-    families, missing = alignment._fonts(f"a{sign}")
+    families, missing = labels.fonts_for(f"a{sign}")
     assert not missing
     assert families[0] == "DejaVu Sans"
     assert len(families) == 2

@@ -32,7 +32,7 @@ TIERS = [
     {"module"},
     {"compat", "torch_inputs", "torch_masks"},
     {"swapping"},
-    {"explain", "doctor", "models", "inspection"},
+    {"explain", "doctor", "costs", "models", "inspection"},
     {"training"},
     {"commands"},
     {"cli", "demo", "side_by_side"},

@@ -6,6 +6,7 @@ A command that can't do what it was asked for says so in one line on standard er
 from __future__ import annotations
 
 import io
+import json
 import sys
 from enum import Enum
 from pathlib import Path
@@ -153,6 +154,9 @@ _EXPLAIN_HELP = "\n\n".join(
         "Tell which kernel an attention layer will take and why not the others, and its steps with their shapes.",
         "Nothing is computed, so large sizes cost nothing. [bold]can't[/]: the kernel has no way to do it. "
         "[bold]not taken[/]: it could, and another is better.",
+        "[bold]Costs[/] are operations, two for a multiply-add, of the pairs that the mask lets see each other alone, "
+        "and bytes of each tensor once: what no way of computing it can do without. With --train the backward pass is "
+        "counted too.",
     )
 )
 _EXPLAIN_EXAMPLES = "\n\n".join(
@@ -205,6 +209,7 @@ def _explain(
     train: Annotated[bool, typer.Option("--train", help="Training: dropout acts, gradients are recorded.")] = False,
     dtype: Annotated[_Dtype, typer.Option(help="Of the inputs.")] = _Dtype.float32,
     device: Annotated[str, typer.Option(help="Where it would run: cpu, cuda ...")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, in place of text.")] = False,
 ) -> None:
     try:
         torch.empty(0, device=device)
@@ -240,7 +245,7 @@ def _explain(
         refuse(str(error))
     except RuntimeError as error:  # such as sizes past what a tensor can have
         refuse(str(error).splitlines()[0])
-    typer.echo(str(found))
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
 
 
 @app.command("doctor")

@@ -1,4 +1,4 @@
-"""`explain`: which kernel a layer will take, why not the others, and its steps with their shapes."""
+"""`explain`: which kernel a layer will take, why not the others, and its steps with their shapes and costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from multihead import reference, whole
 from multihead.attention import choose
+from multihead.costs import BALANCE, Cost, binary, decimal, of_attention, of_projection, of_rows, visible_pairs
 from multihead.errors import bad_type, bad_value, check_size
 from multihead.layer import AttentionLayer
 from multihead.masks import Mask
@@ -31,6 +32,25 @@ class Explanation:
     drawbacks: dict[str, list[str]]  # by kernel that could: why another is preferred
     tables: list[str]  # the L x S tensors that are made besides those given, and why
     steps: list[tuple[str, str]]  # (what runs, its shapes)
+    costs: dict[str, Cost]  # by step: operations and bytes, in training with the backward pass
+    pairs: tuple[int, int]  # of a query and a key, over all heads: that may see each other, and all
+    parameters: int
+    activations: int  # bytes of what the steps make; in training they are kept for the backward pass
+    cache_bytes: int  # of one token in a cache, as it comes
+    hints: list[str]
+
+    @property
+    def total(self) -> Cost:
+        """Of all steps."""
+        return sum(self.costs.values(), Cost(0, 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON can write it, with a "schema" that changes when its form does."""
+        costs = {
+            name: {"flops": cost.flops, "bytes": cost.bytes, "intensity": cost.intensity, "bound": cost.bound}
+            for name, cost in (*self.costs.items(), ("total", self.total))
+        }
+        return {"schema": "multihead-explanation/1", **vars(self), "costs": costs, "calibrated": False}
 
     def __str__(self) -> str:
         lines = [self.subject, f"called with {self.inputs}", "", f"kernel: {self.kernel}"]
@@ -44,7 +64,22 @@ class Explanation:
         if self.kernel == whole.NAME:
             lines.append(f"  runs all steps as one operation, {whole.OPERATION}")
         lines += ["", "steps:"]
-        return "\n".join(lines + [f"  {name:<10} {shapes}" for name, shapes in self.steps])
+        lines += [f"  {name:<10} {shapes}" for name, shapes in self.steps]
+        return "\n".join([*lines, "", *self._costs_told(), *(f"hint: {hint}" for hint in self.hints)])
+
+    def _costs_told(self) -> list[str]:
+        lines = [f"{'costs:':<14}{'FLOP':>10}{'bytes':>12}{'FLOP/byte':>11}  bound by"]
+        for name, cost in (*self.costs.items(), ("total", self.total)):
+            told = f"{decimal(cost.flops):>10}{binary(cost.bytes):>12}{cost.intensity:>11.1f}  {cost.bound}"
+            lines.append(f"  {name:<12}{told}")
+        seen, all_pairs = self.pairs
+        share = f"{seen:,} of {all_pairs:,} pairs" if seen != all_pairs else f"all {seen:,} pairs"
+        return [
+            *lines,
+            f"  2 for a multiply-add; {share} are visible; bound by: above {BALANCE:g} FLOP/byte compute, not measured",
+            f"{self.parameters:,} parameters; {binary(self.activations)} made on the way; a token in a cache takes "
+            f"{self.cache_bytes:,} bytes",
+        ]
 
 
 def explain(
@@ -59,7 +94,8 @@ def explain(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Explanation:
-    """Which kernel a call of a layer will take, which others were refused and why, and the steps with their shapes.
+    """Which kernel a call of a layer will take, which others were refused and why, and the steps with their shapes and
+    what they cost.
 
     It asks the same kernels in the same way as a call without weights, and computes nothing, however large the sizes.
 
@@ -97,6 +133,7 @@ def explain(
             why_not_whole = whole.why_not(
                 layer, torch.empty((), device=where, dtype=kind).expand(B, L, layer.embed_dim)
             )
+        seen = visible_pairs(request)
     E = layer.embed_dim
     kernel = choice.kernel.NAME if why_not_whole else whole.NAME
     inputs = f"x {(B, L, E)}" + ("" if source_length is None else f", context {(B, S, layer.kdim)}")
@@ -110,6 +147,12 @@ def explain(
         if why_not_whole
         else whole.tables(layer, B, L),
         steps=_steps(layer, B, L, S, source_length is None, kernel),
+        costs=_costs(layer, request, seen, source_length is None, training, kind.itemsize),
+        pairs=(seen, B * layer.num_heads * L * S),
+        parameters=sum(parameter.numel() for parameter in layer.parameters()),
+        activations=_activations(layer, B, L, S) * kind.itemsize,
+        cache_bytes=layer.num_kv_heads * (layer.head_dim + layer.value_dim) * kind.itemsize,
+        hints=_hints(request, training, kind.itemsize),
     )
 
 
@@ -197,3 +240,54 @@ def _steps(layer: AttentionLayer, B: int, L: int, S: int, is_self: bool, kernel:
     if layer.gate_proj is not None:
         steps.append(("gate_proj", f"x {(B, L, layer.embed_dim)} -> {(B, L, H * V)}"))
     return [*steps, ("out_proj", f"{(B, L, H * V)} -> {(B, L, layer.out_dim)}")]
+
+
+def _costs(
+    layer: AttentionLayer, request: Request, pairs: int, is_self: bool, training: bool, itemsize: int
+) -> dict[str, Cost]:
+    """By step, those that cost next to nothing left out."""
+    B, H, K, L, S, D, V = request.sizes
+    query, source = "x", "x" if is_self else "context"
+    sources = {"q": (L, layer.embed_dim), "k": (S, layer.kdim), "v": (S, layer.vdim)}
+    costs: dict[str, Cost] = {}
+    for name, parts, rows, _ in layer.products(query, source, source):
+        tokens, width = sources[parts[0]]
+        cost = of_projection(B * tokens, width, rows.stop - rows.start, itemsize, training)
+        costs[name] = costs.get(name, Cost(0, 0)) + cost
+    turned = B * (H * L + K * S) * D
+    if layer.q_norm is not None:
+        costs["norms"] = of_rows(turned, itemsize, training)
+    if layer.position is not None and layer.position.rotates:
+        costs[type(layer.position).__name__] = of_rows(turned, itemsize, training)
+    costs["attention"] = of_attention(request, pairs, itemsize, training)
+    if layer.gate_proj is not None:
+        costs["gate_proj"] = of_projection(B * L, layer.embed_dim, H * V, itemsize, training)
+    costs["out_proj"] = of_projection(B * L, H * V, layer.out_dim, itemsize, training)
+    return costs
+
+
+def _activations(layer: AttentionLayer, B: int, L: int, S: int) -> int:
+    """Numbers that the steps make: q, k, v, what the heads give, and the output."""
+    H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
+    return B * (L * H * (D + V) + S * K * (D + V) + L * layer.out_dim)
+
+
+def _hints(request: Request, training: bool, itemsize: int) -> list[str]:
+    """What is worth knowing besides."""
+    B, H, K, L, S, D, V = request.sizes
+    hints = []
+    if L * S > 2**16:
+        kept = ", which training keeps" if training else ""
+        told = f"{B} x {H} x {L} x {S} here, {binary(B * H * L * S * itemsize)}{kept}"
+        hints.append(f"torch.nn.MultiheadAttention's default call would make weights of {told}")
+    if K == H and H % 4 == 0:
+        fewer = H // 4
+        one, now = fewer * (D + V) * itemsize, K * (D + V) * itemsize
+        hints.append(f"num_kv_heads={fewer} would take {one:,} instead of {now:,} bytes of a cache for a token")
+    if request.mask is not None and "dense(" in repr(request.mask):
+        held = sum(t.numel() * t.element_size() for t in request.mask.tensors().values())
+        hints.append(
+            f"the mask is a table of {binary(held)}: causal(), window(), documents(ids) or padding(keep) say the same "
+            "without one, and let blocks be skipped"
+        )
+    return hints
