@@ -459,6 +459,24 @@ def test_a_bias_that_is_learned_may_change_too():
     assert torch.equal(w, want)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_checkpointing(reentrant: bool):
+    attn, x = layer(dropout=0.3), inputs().requires_grad_()
+    found = []
+    for wrapped in (False, True):
+        torch.manual_seed(3)
+
+        def call(x: Tensor) -> tuple[Tensor, Tensor]:
+            out, w = attn(x, x, x)
+            return out, w * 2
+
+        out, w = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=reentrant) if wrapped else call(x)
+        attn.zero_grad()
+        (out.square().sum() + w.square().sum()).backward()
+        found.append(attn.in_proj_weight.grad.clone())
+    torch.testing.assert_close(*found)
+
+
 # Where they are computed at once --------------------------------------------------------------------------------------
 
 

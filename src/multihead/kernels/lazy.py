@@ -184,11 +184,12 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        inputs = ctx.saved_tensors[: ctx.count]
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint makes them anew each time
+        inputs = saved[: ctx.count]
         q: Tensor = inputs[0]
         (B, H, L, _), S = q.shape, inputs[1].shape[2]
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         if ctx.plan.average:
             grad = (grad.reshape(B, 1, L, S) / H).expand(B, H, L, S)
         found = differentiable_gradients(ctx.define, inputs, (None, grad.reshape(B, H, L, S), None))
-        return None, None, None, None, *found, *(None,) * (len(ctx.saved_tensors) - ctx.count)
+        return None, None, None, None, *found, *(None,) * (len(saved) - ctx.count)
