@@ -178,6 +178,32 @@ def test_steps_of_decoding_and_a_shared_layer():
     assert "1" not in rec
 
 
+def test_a_known_lse_answers_for_few_keys(monkeypatch):
+    model, tokens = GPT(20, E, 1, H), torch.arange(2 * L).view(2, L).repeat(1, 8) % 20
+    with torch.no_grad(), capture(model) as rec:
+        model(tokens)
+    want = rec[0].weights()
+    assert rec[0]._lse is not None
+
+    def refuse(*_, **__):
+        raise AssertionError("all weights were gone through")
+
+    monkeypatch.setattr("multihead.inspection.record.walk", refuse)
+    monkeypatch.setattr("multihead.inspection.record.attention", refuse)
+    torch.testing.assert_close(rec[0].mass(0), want[..., 0])
+    torch.testing.assert_close(rec[0].mass([3, 7, -1]), want[..., [3, 7, -1]].sum(-1))
+
+
+def test_arguments_by_position():
+    torch.manual_seed(0)
+    attn, x = nn.MultiheadAttention(E, H, batch_first=True), inputs()
+    padding = torch.arange(L) >= torch.tensor([[L], [4]])
+    with capture(attn) as rec:
+        attn(x, x, x, padding, False)
+    assert rec[0].check() < 1e-6
+    assert (rec[0].weights()[1, :, :, 4:] == 0).all()
+
+
 def test_a_bare_layer_and_captures_in_one_another():
     attn, x = mh.Attention(E, H), inputs()
     with capture(attn) as outer:
@@ -233,6 +259,11 @@ def test_nothing_to_watch():
         pass
     with pytest.raises(TypeError, match=r"stats: expected names"), capture(encoder(), stats="entropy"):
         pass
+    for kind in (nn.MultiheadAttention, mh.MultiheadAttention):
+        for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+            told = r"layers without add_bias_kv and add_zero_attn, got ''"
+            with pytest.raises(ValueError, match=told), capture(kind(E, H, **options)):
+                pass
     with pytest.raises(ValueError, match=r"one that is not compiled"), capture(torch.compile(encoder())):
         pass
 

@@ -105,7 +105,6 @@ def test_as_json():
     result = CliRunner().invoke(cli.app, line, prog_name="multihead")
     told = json.loads(result.stdout)
     assert told["schema"] == "multihead-explanation/1"
-    assert told["calibrated"] is False
     assert told["costs"]["attention"]["flops"] == 4 * 16 * 4 * 32 * 33 // 2
     assert set(told["costs"]) == {"qkv_proj", "attention", "out_proj", "total"}
     assert told["pairs"] == [4 * 32 * 33 // 2, 4 * 32 * 32]

@@ -22,7 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 TIERS = [
     {"errors", "labels", "packages", "textbook", "whole_files"},
     {"plane", "mask_kinds", "masks", "positions", "rotary", "layouts", "options"},
-    {"cache", "cache_format", "cache_ledger", "cache_pages", "cache_state", "cache_storage"},
+    {"cache", "cache_calls", "cache_format", "cache_ledger", "cache_pages", "cache_state", "cache_storage"},
     {"reference", "request"},
     {"kernels"},
     {"attention", "projections"},

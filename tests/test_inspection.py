@@ -102,6 +102,15 @@ def test_mass_of_every_kind_of_keys():
     close(record.mass(torch.arange(9) > 6), want[..., 7:].sum(-1))
 
 
+def test_mass_of_few_among_many_keys():
+    for options in ({"mask": mh.causal()}, {"mask": mh.lengths(torch.tensor([300, 0]))}, {"sinks": torch.ones(4)}):
+        record, want = small(L=300, S=300, **options)
+        blind = want.sum(-1) == 0
+        for keys in (0, -1, [5, 6, 200], slice(290, 300)):
+            columns = [keys] if isinstance(keys, int) else keys
+            close(record.mass(keys), want[..., columns].sum(-1).masked_fill(blind, math.nan))
+
+
 def test_distance():
     record, want = small(L=7, S=9)
     far = (torch.arange(2, 9)[:, None] - torch.arange(9)).abs()

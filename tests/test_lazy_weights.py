@@ -477,6 +477,32 @@ def test_under_checkpointing(reentrant: bool):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("library", ["native", "none"])
+def test_reading_them_draws_nothing(library: str, monkeypatch: pytest.MonkeyPatch):
+    if library == "none":
+        monkeypatch.setattr(native, "refusals", lambda _: ["no library"])
+    attn, x = layer(dropout=0.5, sinks=True), inputs().requires_grad_()
+    _, w = attn(x, x, x)
+    before = torch.get_rng_state()
+    w.square().sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+    _, w = attn.eval()(x, x, x)
+    torch.testing.assert_close(attn.train()(x, x, x)[1], w)  # before dropout
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch.compile imports, and of its look at .grad
+def test_as_the_input_of_a_compiled_program():
+    attn = layer()
+    program = torch.compile(lambda w: (w * 2).cumsum(-1), backend="aot_eager")
+    for seed in range(2):
+        x = torch.randn(N, L, E, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        later, now = both(attn, x, x, x)
+        found, want = program(later), (now * 2).cumsum(-1)
+        assert torch.equal(found, want)
+        grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, want)]
+        torch.testing.assert_close(*grads)
+
+
 # Where they are computed at once --------------------------------------------------------------------------------------
 
 

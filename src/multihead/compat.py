@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from multihead.attention import attention
 from multihead.cache import KVCache
-from multihead.cache_format import Stored
 from multihead.errors import bad_type, bad_value, check_size, is_int, is_number
 from multihead.layouts import Ragged, without_padding
 from multihead.masks import Mask, as_mask, window
@@ -300,19 +299,10 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
         weights = torch.cat([attention_weights(q, k, mask, **scores) * share, extra], -1)
         return out.to(dtype), weights.mean(-3) if look.average else weights
 
-    def attend_stored(
-        self,
-        q: Tensor,
-        held: Stored,
-        mask: Mask | None,
-        look: Look | None,
-        dropout: float,
-        scores: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        """As of any layer, and over the keys that every query sees besides."""
-        if self.bias_k is None and not self.add_zero_attn:
-            return super().attend_stored(q, held, mask, look, dropout, scores)
-        return self.attend(q, *held.read(), mask, look, dropout, scores)
+    @property
+    def attends_plainly(self) -> bool:
+        """As of any layer, and no keys besides those given."""
+        return super().attends_plainly and self.bias_k is None and not self.add_zero_attn
 
     @property
     def needs_lse(self) -> bool:

@@ -50,7 +50,7 @@ class Explanation:
             name: {"flops": cost.flops, "bytes": cost.bytes, "intensity": cost.intensity, "bound": cost.bound}
             for name, cost in (*self.costs.items(), ("total", self.total))
         }
-        return {"schema": "multihead-explanation/1", **vars(self), "costs": costs, "calibrated": False}
+        return {"schema": "multihead-explanation/1", **vars(self), "costs": costs}
 
     def __str__(self) -> str:
         lines = [self.subject, f"called with {self.inputs}", "", f"kernel: {self.kernel}"]

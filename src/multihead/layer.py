@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from multihead import whole
 from multihead.attention import attended, attention, attention_over
 from multihead.cache import KVCache
+from multihead.cache_calls import CacheCalls
 from multihead.cache_format import Stored
 from multihead.cache_ledger import Step
-from multihead.cache_pages import PagePool
 from multihead.errors import bad_type, bad_value, check_probability, check_size, describe
 from multihead.layouts import Layout
 from multihead.masks import Mask, as_mask
-from multihead.options import Positions, check_flags, check_head_dim, check_kv_heads, check_number, check_position
+from multihead.options import check_flags, check_head_dim, check_kv_heads, check_number, check_position
 from multihead.plane import Plane, default_positions
 from multihead.positions import Position
 from multihead.projections import Projections, ProjectionView
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class AttentionLayer(Projections):
+class AttentionLayer(CacheCalls, Projections):
     """What a layer of attention is made of and computes. The arguments are those of `Attention`."""
 
     watcher: Watcher | None = None  # is told of each call
@@ -211,14 +211,8 @@ class AttentionLayer(Projections):
             # Shapes: (*batch, H, L, D), (*batch, K, S, D), (*batch, K, S, V).
             q, k, v = self.project(query, key, value, layouts)
             q, k = self._placed(q, k, q_positions, k_positions)
-            if self.watcher is None:
-                out, weights = self.attend(q, k, v, mask, look, dropout, scores)
-            elif look is None and _is_own(self.attend) and not self.needs_lse:
-                (out, lse), weights = attended(q, k, v, mask, dropout=dropout, **scores), None
-                self.watcher(Seen(q, k, v, mask, scores, dropout, out, lse))
-            else:
-                out, weights = self.attend(q, k, v, mask, look, dropout, scores)
-                self.watcher(Seen(q, k, v, mask, scores, dropout, out))
+            attend = self.attend if self.watcher is None else self._attend_watched
+            out, weights = attend(q, k, v, mask, look, dropout, scores)
         out = out.transpose(-2, -3)  # (*batch, L, H, V)
         out = (out if layouts[0] is None else layouts[0].back(out)).flatten(-2)
         if self.gate_proj is not None:
@@ -258,65 +252,6 @@ class AttentionLayer(Projections):
         q, k, v = self.project(query, key, value, layouts)
         q, k = self._placed(q, k, step.places, step.places)
         return q, cache.write(step, k, v)
-
-    def cache_step(
-        self,
-        cache: object,
-        batch: tuple[int, ...],
-        lengths: tuple[int, int | None],
-        device: torch.device,
-        positions: Positions | None,
-        keep: Tensor | None,
-    ) -> Step:
-        """What a call with a cache attends to, before anything is computed.
-
-        Args:
-            cache: a `KVCache`.
-            batch: the batch axes of the call.
-            lengths: tokens of query, and of key; None where a frozen cache stands for key and value.
-            device: of the call.
-            positions, keep: as of the call.
-
-        Raises:
-            ValueError, TypeError: the call does not fit the cache.
-        """
-        if not isinstance(cache, KVCache):
-            raise bad_type("cache", "a KVCache or None", cache)
-        if positions is not None and not isinstance(positions, Tensor):
-            instead = "The cache knows where its keys stand."
-            raise bad_type("positions", "with a cache a tensor (L,) or (*batch, L)", positions, "", instead)
-        L, given = lengths
-        if cache.frozen:
-            if given is not None or keep is not None:
-                got = "key and value" if given is not None else "keep"
-                raise bad_value(
-                    "cache", "the queries alone beside a context's cache", got, "It is the keys and values."
-                )
-            return cache.look(batch, L, device, positions)
-        if given != L:
-            expected, got = f"as many keys as queries beside a cache, L={L}", f"S={given}"
-            instead = "For the keys of an encoder's output make one with context_cache()."
-            raise bad_value("key", expected, got, "", instead)
-        return cache.prepare(batch, L, device, positions=positions, keep=keep)
-
-    def new_cache(
-        self,
-        batch: int | None = None,
-        capacity: int | None = None,
-        *,
-        storage: str | None = None,
-        pool: PagePool | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> KVCache:
-        """An empty cache for this layer's keys and values: `KVCache`, with "fixed" where a capacity is given alone.
-
-        Args:
-            batch: rows that the first tokens must have; None for any.
-            capacity, storage, pool, dtype: as of `KVCache`.
-        """
-        kind = storage or ("paged" if pool is not None else "growing" if capacity is None else "fixed")
-        cache = KVCache(kind, capacity=capacity, pool=pool, dtype=dtype)
-        return cache if batch is None else cache.expect((check_size("batch", batch),))
 
     def filled_cache(
         self,
@@ -366,6 +301,32 @@ class AttentionLayer(Projections):
             return attention(q, k, v, mask, dropout=dropout, **scores), None
         return attention_with_weights(q, k, v, mask, look=look, dropout=dropout, **scores)
 
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether `attend` without weights is nothing but `attention`."""
+        return _is_own(self.attend)
+
+    def _attend_watched(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        look: Look | None,
+        dropout: float,
+        scores: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend`, of which the watcher is told."""
+        assert self.watcher is not None
+        weights: Tensor | None = None
+        lse: Tensor | None = None
+        if look is None and self.attends_plainly:
+            out, lse = attended(q, k, v, mask, dropout=dropout, **scores)
+        else:
+            out, weights = self.attend(q, k, v, mask, look, dropout, scores)
+        self.watcher(Seen(q, k, v, mask, scores, dropout, out, lse))
+        return out, weights
+
     def attend_stored(
         self,
         q: Tensor,
@@ -376,7 +337,7 @@ class AttentionLayer(Projections):
         scores: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """What `attend` gives over what a cache holds, which is read where it lies if that can be."""
-        if look is None and _is_own(self.attend):
+        if look is None and self.attends_plainly:
             return attention_over(q, held, mask, dropout=dropout, **scores), None
         look = None if look is None else look._replace(lazy=False)  # by then the cache may hold something else
         return self.attend(q, *held.read(), mask, look, dropout, scores)

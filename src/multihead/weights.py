@@ -104,11 +104,8 @@ def attention_with_weights(
             out = attention(q, k, v, mask, dropout=dropout, sinks=sinks, **options)
         else:
             out = in_dtype(q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
-        if weights is None and lazy:
-            weights = _later(request, plan, sinks)
-        elif weights is None:
-            weights = attention_weights(q, k, mask, sinks=sinks, **options)
-            weights = weights.mean(-3) if look.average else weights
+        if weights is None:
+            weights = (_later if lazy else _now)(_without_values(request), plan, sinks)
     return out, weights.reshape(shape) if weights.shape != shape else weights
 
 
@@ -123,16 +120,27 @@ def _may_wait(request: Request) -> bool:
     return forward_ad._current_level < 0 and not torch._C._len_torch_dispatch_stack()
 
 
+def _without_values(request: Request) -> Request:
+    """What the weights alone are made of: nothing is dropped from them, and nothing drawn."""
+    found = request.with_tensors(request.q, request.k, request.k[..., :1], request.bias)
+    found.dropout = 0.0
+    return found
+
+
+def _now(request: Request, plan: Plan, sinks: Tensor | None) -> Tensor:
+    """The weights of a request (B, H, L, S), or their mean (B, L, S)."""
+    weights = _weights(request, sinks)
+    return weights.mean(1) if plan.average else weights
+
+
 def _later(request: Request, plan: Plan, sinks: Tensor | None) -> Tensor:
     """The weights of a request, at their first use."""
-    request.positions()
     q, k, bias = request.q, request.k, request.bias if isinstance(request.bias, Tensor) else None
     kept = request.with_tensors(q.detach(), k.detach(), k[..., :1].detach(), request.bias)
     logits = None if sinks is None else sinks.detach().clone()  # an optimizer changes them
 
     def make() -> Tensor:
-        weights = _weights(kept, logits)
-        return weights.mean(1) if plan.average else weights
+        return _now(kept, plan, logits)
 
     def define(q: Tensor, k: Tensor, bias: Tensor | None, sinks: Tensor | None) -> reference.Attended:
         return by_definition(request.with_tensors(q, k, k[..., :1], request.bias if bias is None else bias), sinks)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.attention import attended
+from multihead.attention import attention
 from multihead.errors import bad_type, bad_value, check_size, describe, is_number
 from multihead.inspection import statistics
 from multihead.inspection.exact import ExactWeights
@@ -246,11 +246,11 @@ class Record(ExactWeights):
         request = self._request
         if self._lse is None:
             with torch.no_grad():
-                _, self._lse = attended(
-                    request.q, request.k, request.k[..., :1], request.mask, request.bias, request.scale,
-                    request.softcap, self._sinks, 0.0, *request.positions(), needs_lse=True,
+                q_at, k_at = request.positions()
+                _, self._lse = attention(
+                    request.q, request.k, request.k[..., :1], request.mask, bias=request.bias, scale=request.scale,
+                    softcap=request.softcap, sinks=self._sinks, q_positions=q_at, k_positions=k_at, return_lse=True,
                 )  # fmt: skip
-        assert self._lse is not None
         return self._lse.reshape(request.q.shape[:3]).to(self._wide)
 
     def _of(self, make: Callable[[Request], statistics.Statistic]) -> Any:

@@ -9,6 +9,7 @@ A statistic is a class with `add(block)` and `result()`. One pass over the block
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ class Statistic(Protocol):
     def result(self) -> Any: ...
 
 
-class _OfQueries:
+class _OfQueries(ABC):
     """One number for each query, (B, H, L), of `numbers(block)`, (B, H, r)."""
 
     def __init__(self, request: Request) -> None:
@@ -39,8 +40,9 @@ class _OfQueries:
     def add(self, block: Block) -> None:
         self.found[..., block.rows] = self.numbers(block).masked_fill(block.blind, math.nan)
 
+    @abstractmethod
     def numbers(self, block: Block) -> Tensor:
-        raise NotImplementedError
+        """(B, H, r)."""
 
     def result(self) -> Tensor:
         return self.found

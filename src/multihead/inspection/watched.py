@@ -33,20 +33,25 @@ def layers_of(model: object, wanted: Chosen | None) -> dict[str, nn.Module]:
     if not there:
         instead = "For other attention make a Record(q, k, mask=...) of its q and k."
         raise bad_value("model", "one with Attention or MultiheadAttention in it", type(model).__name__, "", instead)
-    if wanted is None:
-        return there
+    found = there
     if callable(wanted):
         found = {name: module for name, module in there.items() if wanted(name, module)}
         if not found:
             raise bad_value("layers", "a function that says True of a layer", "none", "", f"There are {names}.")
-        return found
-    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise bad_type("layers", "a name, several names, or a function of (name, layer)", pattern)
-        if not any(fnmatchcase(name, pattern) for name in there):
-            raise bad_value("layers", "the name of a layer of attention", repr(pattern), "", f"There are {names}.")
-    return {name: m for name, m in there.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    elif wanted is not None:
+        patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise bad_type("layers", "a name, several names, or a function of (name, layer)", pattern)
+            if not any(fnmatchcase(name, pattern) for name in there):
+                raise bad_value("layers", "the name of a layer of attention", repr(pattern), "", f"There are {names}.")
+        found = {name: m for name, m in there.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    for name, module in found.items():
+        if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
+            otherwise = "Its weights are not those of q and k alone."
+            expected = "layers without add_bias_kv and add_zero_attn"
+            raise bad_value("layers", expected, repr(name), otherwise, "Choose others by layers=.")
+    return found
 
 
 @contextmanager
@@ -97,4 +102,4 @@ def _look_from_outside(
 
     twin.__dict__["attend"] = attend
     twin.__dict__["is_simple"] = lambda: False  # so that it comes to attend
-    MultiheadAttention.forward(twin, *args, **kwargs | {"need_weights": False})
+    MultiheadAttention.forward(twin, *args, **kwargs)

@@ -35,6 +35,13 @@ _FREE = {
 }  # fmt: skip
 
 
+def _uncompiled(method: Any) -> Any:
+    """A method that torch.compile does not follow: a compiled program is given the numbers, with their gradient. The
+    mark is that of torch.compiler.disable, which itself would import the compiler."""
+    method._torchdynamo_disable = True
+    return method
+
+
 class LazyWeights(Tensor):
     """The tensor that `make` gives, which is called once, at the first use of its numbers.
 
@@ -55,6 +62,7 @@ class LazyWeights(Tensor):
         self._make, self._made, self._in_graph = make, None, None
         return self
 
+    @_uncompiled
     def made(self) -> Tensor:
         """The numbers."""
         if self._made is None:
@@ -65,6 +73,7 @@ class LazyWeights(Tensor):
             self._make = None  # what they were made of may go
         return self._made
 
+    @_uncompiled
     def plain(self) -> Tensor:
         """A tensor of torch's own with the same numbers and gradient."""
         if not torch.is_grad_enabled() or not self.requires_grad:
@@ -76,6 +85,7 @@ class LazyWeights(Tensor):
         return self._in_graph
 
     @classmethod
+    @_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _FREE:
@@ -84,7 +94,8 @@ class LazyWeights(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    @_uncompiled
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd: whoever comes here has passed by the way above.
         args, kwargs = tree_map_only(LazyWeights, LazyWeights.made, (args, kwargs or {}))
         return func(*args, **kwargs)

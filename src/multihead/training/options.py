@@ -106,6 +106,12 @@ def check_real(argument: str, value: object, *, above: bool = False, most: float
     return float(value)
 
 
+def use_threads(threads: int | None) -> None:
+    """Let torch use so many cores, if that can be; None: as many as it chooses."""
+    if threads is not None:
+        torch.set_num_threads(check_range("--threads", threads, 1, MOST_THREADS))
+
+
 def check_choice(argument: str, value: Any, choices: tuple[str, ...]) -> str:
     """`value` back, if it is one of the choices."""
     if value not in choices:

@@ -12,7 +12,7 @@ from torch import Tensor
 from multihead.errors import bad_value, check_size, is_int
 from multihead.models.translator import Translator
 from multihead.training.alignment import check_picture, draw_alignment
-from multihead.training.options import MOST_THREADS, check_device, check_range, check_real
+from multihead.training.options import check_device, check_range, check_real, use_threads
 from multihead.training.parallel import Processes
 from multihead.training.runs import TOKENIZER, Run
 from multihead.training.tokenizers import tokenizer_from
@@ -102,8 +102,7 @@ def prepare_translating(
     check_range("--beams", beams, 1, _MOST_BEAMS)
     check_real("--length-penalty", length_penalty, most=_MOST_PENALTY)
     check_device(device, Processes())
-    if threads is not None:
-        torch.set_num_threads(check_range("--threads", threads, 1, MOST_THREADS))
+    use_threads(threads)
     if picture is not None:
         if len(texts) != 1:
             raise bad_value("--attention", "a single sentence", len(texts), "The picture is of one.")

@@ -11,7 +11,7 @@ from multihead.errors import bad_value
 from multihead.inspection.capturing import Capture, capture
 from multihead.inspection.terminal import text_map
 from multihead.models.gpt import GPT
-from multihead.training.options import MOST_THREADS, check_device, check_range
+from multihead.training.options import check_device, check_range, use_threads
 from multihead.training.parallel import Processes
 from multihead.training.runs import TOKENIZER, Run
 from multihead.training.text_run import KIND
@@ -61,8 +61,7 @@ def prepare_viewing(
     run = Run.open(folder, KIND, "RUN")
     check_device(device, Processes())
     check_range("--size", size, 1, _MOST_SIZE)
-    if threads is not None:
-        torch.set_num_threads(check_range("--threads", threads, 1, MOST_THREADS))
+    use_threads(threads)
     tokenizer = tokenizer_from(run.path(TOKENIZER))
     tokens = tokenizer.encode(prompt, "--prompt")
     if not tokens:

@@ -13,7 +13,7 @@ from multihead.models.generation import stream
 from multihead.models.gpt import GPT
 from multihead.models.stops import StopStrings
 from multihead.training.loop import Diverged
-from multihead.training.options import MOST_THREADS, check_device, check_range, option
+from multihead.training.options import check_device, option, use_threads
 from multihead.training.parallel import Processes
 from multihead.training.runs import TOKENIZER, Run
 from multihead.training.text_run import KIND
@@ -81,8 +81,7 @@ def prepare_writing(
     run = Run.open(folder, KIND, "RUN")
     check_size("--max-new-tokens", max_new_tokens)
     check_device(device, Processes())
-    if threads is not None:
-        torch.set_num_threads(check_range("--threads", threads, 1, MOST_THREADS))
+    use_threads(threads)
     if prompt == "":
         raise bad_value("--prompt", "at least one character", "none", "", "Leave it out to start with a new line.")
     if "" in stop:

@@ -1,0 +1,77 @@
+"""What looking costs: statistics against one fused forward, and the drop-in's default call against one without weights.
+
+python benchmarks/inspection.py
+python benchmarks/inspection.py --length 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import multihead as mh
+from pairs import Run, measure, show
+
+H, D = 8, 64
+MODES = ("eval", "no_grad", "train")
+
+
+def statistics(T: int, seconds: float, threads: int) -> None:
+    """Of a causal call of 8 heads, each made anew."""
+    q, k, v = torch.randn(3, 1, H, T, D).unbind()
+    _, lse = mh.attention(q, k, v, mh.causal(), return_lse=True)
+
+    def record() -> mh.Record:
+        return mh.Record(q, k, mask=mh.causal(), lse=lse)
+
+    asked = {
+        "entropy, max_logit, received": lambda: record().compute("entropy", "max_logit", "received"),
+        "row(-1)": lambda: record().row(-1),
+        "mass(0), lse known": lambda: record().mass(0),
+    }
+    print(f"\nTime / that of one fused forward, T={T}, {H} heads, D={D}, causal, {threads} thread(s).\n")
+    print("| asked for | forward | ratio |\n|---|---|---|")
+    for name, run in asked.items():
+        found = measure(run, lambda: mh.attention(q, k, v, mh.causal()), seconds=seconds, threads=threads)
+        print(f"| {name} | {show(found.theirs)} | {1 / found.ratio:.3f} |", flush=True)
+
+
+def call(layer: mh.MultiheadAttention, x: torch.Tensor, mode: str, weights: bool) -> Run:
+    """One call, and in training its backward pass."""
+    layer.train(mode == "train")
+
+    def once() -> None:
+        with torch.set_grad_enabled(mode != "no_grad"):
+            out, _ = layer(x, x, x, need_weights=weights)
+            if mode == "train":
+                out.sum().backward()
+
+    return once
+
+
+def default_call(seconds: float, threads: int) -> None:
+    """Weights that nobody reads."""
+    print("\nTime of the default call / that of a call without weights, 512 wide, 8 heads.\n")
+    print(f"| B x T | {' | '.join(MODES)} |\n|---|---|---|---|")
+    layer = mh.MultiheadAttention(512, 8, batch_first=True)
+    for B, T in ((1, 16), (8, 16), (1, 128), (8, 128), (1, 512), (1, 2048)):
+        x, cells = torch.randn(B, T, 512), []
+        for mode in MODES:
+            pair = (call(layer, x, mode, weights) for weights in (True, False))
+            cells.append(f"{1 / measure(*pair, seconds=seconds, threads=threads).ratio:.2f}")
+        print(f"| {B} x {T} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096, help="T of the statistics")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each cell")
+    parser.add_argument("--threads", type=int, default=1)
+    asked = parser.parse_args()
+    statistics(asked.length, asked.seconds, asked.threads)
+    default_call(asked.seconds, asked.threads)
+
+
+if __name__ == "__main__":
+    main()
