@@ -173,6 +173,16 @@ def test_the_drop_in_decodes_from_pages():
     torch.testing.assert_close(torch.cat(parts, 1), attn(x, x, x, need_weights=False)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
+@torch.no_grad()
+def test_keys_besides_those_of_the_cache(options: dict[str, bool]):
+    torch.manual_seed(0)
+    attn, x = mh.MultiheadAttention(48, H, batch_first=True, mask=mh.causal(), **options).eval(), draw(2, 20, 48)
+    cache = KVCache("paged", pool=PagePool(10, page_size=8))
+    parts = [attn(piece, piece, piece, need_weights=False, cache=cache)[0] for piece in x.split(7, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), attn(x, x, x, need_weights=False)[0], rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_ring_in_half_precision_takes_more_than_it_keeps():
     """The tokens that move to the front while a chunk is looked at are those of the chunk after it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -54,34 +54,31 @@ def layers_of(model: object, wanted: Chosen | None) -> dict[str, nn.Module]:
     return found
 
 
-@contextmanager
-def watched(layer: nn.Module, watcher: Callable[[Seen], None]) -> Iterator[None]:
+def watched(layer: nn.Module, watcher: Callable[[Seen], None]) -> AbstractContextManager[None]:
     """A layer that tells of its calls within the block. One of torch's is looked at from outside."""
     if isinstance(layer, AttentionLayer):
-        before = layer.__dict__.get("watcher")
-        layer.__dict__["watcher"] = watcher
-        try:
-            yield
-        finally:
-            del layer.__dict__["watcher"]
-            if before is not None:
-                layer.__dict__["watcher"] = before
-        return
+        return _having(layer, "watcher", watcher)
     assert isinstance(layer, nn.MultiheadAttention)
-    given, before = layer.forward, layer.__dict__.get("forward")
+    given = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         answer = given(*args, **kwargs)
         _look_from_outside(layer, answer[0], watcher, args, kwargs)
         return answer
 
-    layer.__dict__["forward"] = forward
+    return _having(layer, "forward", forward)
+
+
+@contextmanager
+def _having(layer: nn.Module, name: str, value: object) -> Iterator[None]:
+    """A layer with an attribute of its own within the block."""
+    before = {key: held for key, held in vars(layer).items() if key == name}
+    layer.__dict__[name] = value
     try:
         yield
     finally:
-        del layer.__dict__["forward"]
-        if before is not None:
-            layer.__dict__["forward"] = before
+        del layer.__dict__[name]
+        layer.__dict__.update(before)
 
 
 @torch.no_grad()
