@@ -43,14 +43,28 @@ def attention_weights(
     """
     q, k, _, _, without = from_autocast(q, k, k)
     with without:
-        nothing = k[..., :1] if isinstance(k, Tensor) and k.ndim else k  # something of the right length as values
-        request = make_request(
-            q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
-        )
+        request = _without_values(q, k, mask, bias, scale, softcap, q_positions, k_positions)
         if sinks is not None:
             check_sinks(sinks, q)
         weights = _weights(request, sinks)
     return weights if q.ndim == 4 else weights.reshape(*q.shape[:-1], k.shape[-2])
+
+
+def _without_values(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Tensor | Position | None,
+    scale: float | None,
+    softcap: float | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> Request:
+    """What the weights alone are made of: nothing is dropped from them, and nothing drawn."""
+    nothing = k[..., :1] if isinstance(k, Tensor) and k.ndim else k  # something of the right length as values
+    return make_request(
+        q, k, nothing, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False, reference.attention
+    )
 
 
 class Look(NamedTuple):
@@ -105,7 +119,8 @@ def attention_with_weights(
         else:
             out = in_dtype(q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
         if weights is None:
-            weights = (_later if lazy else _now)(_without_values(request), plan, sinks)
+            alone = _without_values(q, k, mask, bias, scale, softcap, q_positions, k_positions)
+            weights = (_later if lazy else _now)(alone, plan, sinks)
     return out, weights.reshape(shape) if weights.shape != shape else weights
 
 
@@ -118,13 +133,6 @@ def _may_wait(request: Request) -> bool:
     if type(q) is not Tensor or q.device.type == "meta" or recording() or torch._C._are_functorch_transforms_active():
         return False
     return forward_ad._current_level < 0 and not torch._C._len_torch_dispatch_stack()
-
-
-def _without_values(request: Request) -> Request:
-    """What the weights alone are made of: nothing is dropped from them, and nothing drawn."""
-    found = request.with_tensors(request.q, request.k, request.k[..., :1], request.bias)
-    found.dropout = 0.0
-    return found
 
 
 def _now(request: Request, plan: Plan, sinks: Tensor | None) -> Tensor:
