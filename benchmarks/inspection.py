@@ -7,6 +7,9 @@ python benchmarks/inspection.py --length 1024
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
@@ -14,6 +17,7 @@ import multihead as mh
 from pairs import Run, measure, show
 
 H, D = 8, 64
+STATISTICS = ("entropy", "max_logit", "received")
 MODES = ("eval", "no_grad", "train")
 
 
@@ -26,7 +30,7 @@ def statistics(T: int, seconds: float, threads: int) -> None:
         return mh.Record(q, k, mask=mh.causal(), lse=lse)
 
     asked = {
-        "entropy, max_logit, received": lambda: record().compute("entropy", "max_logit", "received"),
+        ", ".join(STATISTICS): lambda: record().compute(*STATISTICS),
         "row(-1)": lambda: record().row(-1),
         "mass(0), lse known": lambda: record().mass(0),
     }
@@ -35,6 +39,32 @@ def statistics(T: int, seconds: float, threads: int) -> None:
     for name, run in asked.items():
         found = measure(run, lambda: mh.attention(q, k, v, mh.causal()), seconds=seconds, threads=threads)
         print(f"| {name} | {show(found.theirs)} | {1 / found.ratio:.3f} |", flush=True)
+
+
+def peak(way: str, T: int) -> None:
+    """In a process of its own: print the peak resident memory in KiB of "inputs", "statistics" or "forward"."""
+    torch.set_num_threads(1)
+    q, k, v = torch.randn(3, 1, H, T, D).unbind()
+    small = q[:, :, :256]  # warm-up, so that libraries are loaded in every process
+    mh.Record(small, small, mask=mh.causal()).compute(*STATISTICS)
+    if way == "statistics":
+        mh.Record(q, k, mask=mh.causal()).compute(*STATISTICS)
+    if way == "forward":
+        mh.attention(q, k, v, mh.causal())
+    # Not ru_maxrss, which a process takes over from the one that started it.
+    print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line))
+
+
+def memory(T: int) -> None:
+    """Each figure is the peak of a process of its own, less that of one that only makes the inputs."""
+
+    def of(way: str) -> float:
+        command = [sys.executable, __file__, "--length", str(T), "--peak", way]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
+
+    base = of("inputs")
+    told = ", ".join(f"{way} {of(way) - base:.0f} MiB" for way in ("statistics", "forward"))
+    print(f"\nPeak memory over the inputs, T={T}: {told}; the weights would be {H * T * T * 4 / 2**20:,.0f} MiB.")
 
 
 def call(layer: mh.MultiheadAttention, x: torch.Tensor, mode: str, weights: bool) -> Run:
@@ -68,7 +98,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096, help="T of the statistics")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each cell")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.peak:
+        peak(asked.peak, asked.length)
+        return
+    memory(asked.length)
     statistics(asked.length, asked.seconds, asked.threads)
     default_call(asked.seconds, asked.threads)
 

@@ -3,6 +3,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "statistics.h"
 #include "weights.h"
 
 #define MULTIHEAD_JOIN_(a, b) a##b
@@ -19,14 +20,14 @@ static size_t scratch_bytes(const Problem& p, bool with_backward) {
   } else {
     ForwardRoom forward(p, room);
   }
-  Room other(nullptr);  // `combine` and `find_seen` need no more than this, and `weights`
+  Room other(nullptr);  // `combine` and `find_seen` need no more than this, `weights` and `statistics`
   WeightsRoom weights(p, other);
   other.take(KEY_BLOCK * LANES);
   other.take(LANES * padded(p.V));
   return room.used > other.used ? room.used : other.used;
 }
 
-static const Kernel kernel = {row_blocks, scratch_bytes, forward, combine, find_seen, backward, weights};
+static const Kernel kernel = {row_blocks, scratch_bytes, forward, combine, find_seen, backward, weights, statistics};
 
 }  // namespace MULTIHEAD_ISA
 

@@ -118,15 +118,28 @@ struct Problem {
   float* weights;
   bool average;
 
+  // Statistics of the weights, each null where it is not asked for.
+  float *entropy, *visible_keys;  // (B, H, L), of queries
+  float *received, *seen_by;      // (B, H, parts, S), of keys: each from the queries of one part
+
   // Few queries against many keys: those of one row are shared out in `parts`, PART_BLOCKS each, whose results wait here.
+  // For statistics the queries of a head are.
   int64_t parts;   // 1: they are not
   float* partial;  // (B, K, parts, rows, 2 + V): maximum, sum, output
 };
+
+// Queries of one part of a head, for statistics.
+static inline int64_t rows_of_part(const Problem& p) {
+  int64_t each = (p.L + p.parts - 1) / p.parts;
+  return (each + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+}
 
 static inline int64_t key_blocks(const Problem& p) { return (p.S + KEY_BLOCK - 1) / KEY_BLOCK; }
 
 // What a part of the backward pass is to find.
 enum Wanted : unsigned { GRAD_Q = 1, GRAD_KV = 2, GRAD_BIAS = 4 };
+// Of which statistics a call is asked.
+enum Statistics : unsigned { ENTROPY = 1, VISIBLE_KEYS = 2, RECEIVED = 4, SEEN_BY = 8 };
 
 struct Kernel {
   // All rows of a key/value head, G * L, are cut into blocks; a forward item is one block of one head.
@@ -139,6 +152,7 @@ struct Kernel {
   bool (*backward)(const Problem&, int64_t b, int64_t head, int64_t first_row_block, int64_t last_row_block,
                    int64_t first_key_block, int64_t last_key_block, unsigned wanted, void* scratch);
   void (*weights)(const Problem&, int64_t b, int64_t first_query, int64_t last_query, void* scratch);
+  void (*statistics)(const Problem&, int64_t b, int64_t query_head, int64_t part, void* scratch);
 };
 
 const Kernel* kernel_baseline();

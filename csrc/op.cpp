@@ -16,7 +16,7 @@ namespace {
 void isa_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isa()); }
 void isas_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).text(isas()); }
 // Changes with the operations and their arguments: kernels/library.py knows by it whether a library fits.
-void interface_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).integer(2); }
+void interface_op(StableIValue* stack, std::uint64_t, std::uint64_t) { Results(stack).integer(3); }
 
 // Memory to work in, one piece for each thread, kept from call to call unless it is large.
 class Scratch {
@@ -280,6 +280,55 @@ void weights_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
   Results(stack).tensor(std::move(weights));
 }
 
+// (B, H, parts, S) of floats to (B, H, S).
+void put_together(const std::vector<float>& from, std::int64_t parts, std::int64_t S, float* to) {
+  for (std::size_t start = 0; start < from.size(); start += static_cast<std::size_t>(parts * S), to += S) {
+    for (std::int64_t s = 0; s < S; s++) {
+      double sum = 0;
+      for (std::int64_t part = 0; part < parts; part++) sum += from[start + static_cast<std::size_t>(part * S + s)];
+      to[s] = static_cast<float>(sum);
+    }
+  }
+}
+
+void statistics_op(StableIValue* stack, std::uint64_t, std::uint64_t) {
+  Arguments in(stack);
+  const Tensor state = in.tensor();
+  const Call call(in);
+  const auto wanted = static_cast<unsigned>(in.integer());
+  Setup setup(call);
+  Problem& p = setup.problem;
+  const Kernel& isa = kernel();
+  p.state = state_of(p, state);
+  // With few heads their queries are shared out. By sizes alone, so that results do not depend on threads.
+  constexpr std::int64_t ITEMS_ENOUGH = 32;
+  p.parts = std::clamp<std::int64_t>(ITEMS_ENOUGH / std::max<std::int64_t>(1, p.B * p.H), 1, 8);
+  p.parts = std::min(p.parts, std::max<std::int64_t>(1, p.L / ROWS_AT_ONCE));
+
+  const auto room_for = [&](unsigned bit, std::int64_t length) {
+    const bool is_wanted = wanted & bit;
+    return Tensor::empty(
+        is_wanted ? std::vector<std::int64_t>{p.B, p.H, length} : std::vector<std::int64_t>{0},
+        aoti_torch_dtype_float32());
+  };
+  Tensor entropy = room_for(ENTROPY, p.L), visible_keys = room_for(VISIBLE_KEYS, p.L);
+  Tensor received = room_for(RECEIVED, p.S), seen_by = room_for(SEEN_BY, p.S);
+  const auto size = static_cast<std::size_t>(p.B * p.H * p.parts * p.S);
+  std::vector<float> received_parts(wanted & RECEIVED ? size : 0), seen_by_parts(wanted & SEEN_BY ? size : 0);
+  p.entropy = wanted & ENTROPY ? entropy.write<float>() : nullptr;
+  p.visible_keys = wanted & VISIBLE_KEYS ? visible_keys.write<float>() : nullptr;
+  p.received = wanted & RECEIVED ? received_parts.data() : nullptr;
+  p.seen_by = wanted & SEEN_BY ? seen_by_parts.data() : nullptr;
+  run(p.B * p.H * p.parts, products(p), isa.scratch_bytes(p, false), [&](std::int64_t item, void* memory) {
+    const std::int64_t head = item / p.parts;
+    isa.statistics(p, head / p.H, head % p.H, item % p.parts, memory);
+    return true;
+  });
+  if (wanted & RECEIVED) put_together(received_parts, p.parts, p.S, received.write<float>());
+  if (wanted & SEEN_BY) put_together(seen_by_parts, p.parts, p.S, seen_by.write<float>());
+  Results(stack).tensor(std::move(entropy)).tensor(std::move(visible_keys)).tensor(std::move(received)).tensor(std::move(seen_by));
+}
+
 // Few arguments are quickly read, so what a plain call has no need of has a default.
 #define MULTIHEAD_CALL                                                                                        \
   "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? slopes=None, Tensor? q_positions=None, "          \
@@ -305,6 +354,9 @@ struct Registration {
         "backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor? rest, Tensor state, " MULTIHEAD_CALL
         ", int wanted=3) -> (Tensor, Tensor, Tensor, Tensor)");
     aoti_torch_library_def(definitions, "weights(Tensor state, " MULTIHEAD_CALL ", bool average=False) -> Tensor");
+    aoti_torch_library_def(
+        definitions,
+        "statistics(Tensor state, " MULTIHEAD_CALL ", int wanted=15) -> (Tensor, Tensor, Tensor, Tensor)");
     if (aoti_torch_library_init_impl("multihead", "CompositeExplicitAutograd", __FILE__, __LINE__, &everywhere) != 0) {
       return;
     }
@@ -315,6 +367,7 @@ struct Registration {
     aoti_torch_library_impl(cpu, "forward", forward_op);
     aoti_torch_library_impl(cpu, "backward", backward_op);
     aoti_torch_library_impl(cpu, "weights", weights_op);
+    aoti_torch_library_impl(cpu, "statistics", statistics_op);
   }
 };
 const Registration registration;

@@ -15,6 +15,7 @@ from multihead.inspection import statistics
 from multihead.inspection.exact import ExactWeights
 from multihead.inspection.picking import chosen, listed, spans
 from multihead.inspection.walk import keys_of, rows_at_once, walk
+from multihead.kernels import native
 from multihead.request import Request
 
 _PATTERNS = ("previous", "duplicate", "induction")
@@ -72,7 +73,7 @@ class Record(ExactWeights):
         statistics.check_names(names)
         missing = [name for name in dict.fromkeys(names) if name not in self._found]
         if missing:
-            self._found |= self.gather({name: statistics.BY_NAME[name] for name in missing})
+            self._found |= self._gathered(missing)
         return {name: self._found[name] for name in names}
 
     def visible_blocks(self, size: int) -> Tensor:
@@ -252,6 +253,14 @@ class Record(ExactWeights):
                     softcap=request.softcap, sinks=self._sinks, q_positions=q_at, k_positions=k_at, return_lse=True,
                 )  # fmt: skip
         return self._lse.reshape(request.q.shape[:3]).to(self._wide)
+
+    def _gathered(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """By the native kernel where it runs and needs no L x S table, else block by block."""
+        request = self._request
+        if native.refusals(request) or native.tables(request):
+            return self.gather({name: statistics.BY_NAME[name] for name in names})
+        found = native.statistics(request, self._sinks, names)
+        return {name: self._shaped(tensor) for name, tensor in found.items()}
 
     def _of(self, make: Callable[[Request], statistics.Statistic]) -> Any:
         return self.gather({"": make})[""]

@@ -97,7 +97,11 @@ def _scores(request: Request, rows: slice, columns: slice, keys: Tensor, hides: 
     """The scores of a rectangle (B, H, r, c), -inf where hidden, and what is visible. keys are (B, K, D, c)."""
     B, H, K, _, _, D, _ = request.sizes
     r = rows.stop - rows.start
-    q = request.q[:, :, rows].to(keys.dtype) * request.scale
+    q = request.q[:, :, rows].to(keys.dtype)
+    if keys.numel() < q.numel():  # the fewer are scaled: for one key that is most of the time
+        keys = keys * request.scale
+    else:
+        q = q * request.scale
     # Query heads that share a key head are rows of one product.
     scores = (q.reshape(B, K, H // K * r, D) @ keys).view(B, H, r, keys.shape[-1])
     if request.softcap is not None:

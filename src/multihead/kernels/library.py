@@ -19,7 +19,7 @@ import torch
 import multihead
 
 NAME = "libmultihead_native.so"
-INTERFACE = 2  # the operations and their arguments, as csrc/op.cpp has them too
+INTERFACE = 3  # the operations and their arguments, as csrc/op.cpp has them too
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _look() -> _Found:
         return _Found(why_not=path)
     try:
         torch.ops.load_library(str(path))
-        for operation in ("forward", "backward", "weights"):
+        for operation in ("forward", "backward", "weights", "statistics"):
             getattr(torch.ops.multihead, operation)  # one that PyTorch could not register is not there
         if torch.ops.multihead.interface() != INTERFACE:
             return _Found(why_not=f"{path} is of another version of multihead. Next: install multihead again")

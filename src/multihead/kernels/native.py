@@ -1,13 +1,14 @@
 """The project's own CPU kernel, in C++ (csrc/): every mask, bias, dropout and lse, forward and backward, in O(L + S).
 
-Here is how PyTorch meets it: the operations `torch.ops.multihead.forward`, `backward` and `weights`, and the
-autograd functions around them. How it computes is told in docs/kernel.md.
+Here is how PyTorch meets it: the operations `torch.ops.multihead.forward`, `backward`, `weights` and `statistics`, and
+the autograd functions around them. How it computes is told in docs/kernel.md.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from multihead.cache_format import Stored
 from multihead.kernels import library
 from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
 from multihead.kernels.lazy import Plan, weights_of
-from multihead.kernels.native_shapes import GRAD_BIAS, GRAD_KV, GRAD_Q
+from multihead.kernels.native_shapes import GRAD_BIAS, GRAD_KV, GRAD_Q, STATISTICS
 from multihead.kernels.philox import dropout_mask
 from multihead.kernels.postfix import as_postfix
 from multihead.kernels.postfix import refusals as mask_refusals
@@ -136,6 +137,27 @@ def attend_with_weights(request: Request, plan: Plan) -> tuple[Tensor, Tensor]:
     watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
     watched += _originals(request, scores)
     return out, weights_of(plan, make, define, (q, k, bias), watched)
+
+
+@torch.no_grad()
+def statistics(request: Request, sinks: Tensor | None, names: Collection[str]) -> dict[str, Tensor]:
+    """Of the weights, as `multihead.inspection.statistics` defines them: "entropy", "visible_keys", "max_weight" and
+    "max_logit" of queries, (B, H, L), NaN for those that see nothing; "received" and "seen_by" of keys, (B, H, S)."""
+    q, k = request.q, request.k
+    bias, scores = _scores(request)
+    state = torch.ops.multihead.forward.default(q, k, k[..., :1], bias, *scores, True)[2]
+    top, log_sum = state
+    blind = top == -math.inf
+    if sinks is not None:  # they take part in the sum
+        to_sinks = sinks.to(top.dtype)[:, None] / math.log(2) - top.masked_fill(blind, 0.0)
+        torch.logaddexp2(log_sum, to_sinks, out=log_sum)
+    found = {"max_weight": torch.exp2(-log_sum), "max_logit": top * math.log(2)}
+    wanted = {name: bit for name, bit in STATISTICS.items() if name in names}
+    if wanted:
+        every = torch.ops.multihead.statistics.default(state, q, k, k, bias, *scores, sum(wanted.values()))
+        found |= zip(STATISTICS, every, strict=True)
+    of_keys = ("received", "seen_by")
+    return {name: found[name] if name in of_keys else found[name].masked_fill(blind, math.nan) for name in names}
 
 
 def _attend(request: Request, bias: Tensor | None, scores: _Scores, wants_state: bool) -> tuple[Tensor, Tensor, Tensor]:

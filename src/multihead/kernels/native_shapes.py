@@ -14,6 +14,7 @@ from torch import Tensor
 from multihead.kernels import library
 
 GRAD_Q, GRAD_KV, GRAD_BIAS = 1, 2, 4  # what a backward pass is to find: csrc/kernel.h, enum Wanted
+STATISTICS = {"entropy": 1, "visible_keys": 2, "received": 4, "seen_by": 8}  # csrc/kernel.h, enum Statistics
 
 _SCORES = 10  # arguments after the bias and before the operation's own last one
 
@@ -59,7 +60,18 @@ def _weights_shapes(
     return q.new_empty((B, L, k.shape[2]) if average else (B, H, L, k.shape[2]), dtype=torch.float32)
 
 
+def _statistics_shapes(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *scores: Any, wanted: int = 15,
+    **named: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    B, H, L, _ = q.shape
+    wanted = scores[_SCORES] if len(scores) > _SCORES else wanted
+    sizes = zip(STATISTICS.values(), (L, L, k.shape[2], k.shape[2]), strict=True)
+    return tuple(q.new_empty((B, H, n) if wanted & bit else 0, dtype=torch.float32) for bit, n in sizes)
+
+
 if library.available():
     torch.library.register_fake("multihead::forward", _forward_shapes)
     torch.library.register_fake("multihead::backward", _backward_shapes)
     torch.library.register_fake("multihead::weights", _weights_shapes)
+    torch.library.register_fake("multihead::statistics", _statistics_shapes)
