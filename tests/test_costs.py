@@ -6,12 +6,14 @@ import json
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import multihead as mh
 from cases import draw
-from multihead import cli, costs, reference
+from multihead import cli, reference
+from multihead.explaining import costs
 from multihead.request import make_request
 
 E, H, B, L = 24, 4, 2, 50
@@ -71,7 +73,7 @@ def test_by_hand():
     assert told.costs["out_proj"].flops == 2 * B * L * E * E
     assert told.parameters == E * (E + 4 * D) + E + 4 * D + E * E + E
     assert told.cache_bytes == 2 * 2 * D * 4
-    assert told.activations == 4 * B * L * (2 * E + 4 * D + E)
+    assert told.peak == 4 * B * L * (E + 4 * D + E + E)
     trained = mh.explain(
         {"embed_dim": E, "num_heads": H, "num_kv_heads": 2, "mask": mh.causal()}, batch=B, length=L, training=True
     )
@@ -82,22 +84,64 @@ def test_by_hand():
 
 
 def test_bound():
-    assert mh.explain({"embed_dim": 512, "num_heads": 8}, length=4096).total.bound == "compute"
-    assert (
-        mh.explain({"embed_dim": 512, "num_heads": 8}, length=1, source_length=4096).costs["attention"].bound
-        == "memory"
-    )
+    heads = {"embed_dim": 512, "num_heads": 8}
+    assert mh.explain(heads, length=4096).total.bound() == "compute"
+    one = mh.explain(heads, length=1, source_length=4096).costs["attention"]
+    assert one.bound() == "memory"
+    assert one.bound(balance=0.01) == "compute"
     assert costs.Cost(0, 0).intensity == 0
 
 
 def test_hints():
     heads = {"embed_dim": 512, "num_heads": 8}
     told = mh.explain(heads, length=4096).hints
-    assert "weights of 1 x 8 x 4096 x 4096 here, 512 MiB" in told[0]
+    assert "scores take 1 x 8 x 4096 x 4096, 512 MiB" in told[0]
     assert "num_kv_heads=2 would take 1,024 instead of 4,096 bytes" in told[1]
-    assert mh.explain(heads | {"num_kv_heads": 2}, length=16).hints == []
-    table = mh.explain(heads | {"num_kv_heads": 2}, length=100, mask=torch.ones(100, 100, dtype=torch.bool)).hints
-    assert "the mask is a table of 9.77 KiB" in table[0]
+    few = heads | {"num_kv_heads": 2}
+    assert mh.explain(few, length=16).hints == []
+    assert (
+        "has no num_kv_heads, no Rotary, no softcap"
+        in mh.explain(few | {"position": mh.Rotary(64), "softcap": 3.0}, length=4096).hints[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mask": torch.ones(300, 300, dtype=torch.bool)}, "the mask is a table of 87.9 KiB"),
+        ({"bias": torch.zeros(8, 300, 300)}, "the bias is a table, 2.75 MiB"),
+        ({"bias": mh.T5Bias(8)}, "T5Bias becomes a table here"),
+        ({"mask": mh.causal(), "dtype": torch.float64, "source_length": 310}, "the mask becomes a table here"),
+        ({"mask": mh.causal()}, None),
+        ({"bias": mh.ALiBi(8)}, None),
+        ({"bias": torch.zeros(1, 300)}, None),
+    ],
+)
+def test_which_argument_is_a_table(given, said):
+    told = mh.explain({"embed_dim": 512, "num_heads": 8, "num_kv_heads": 2}, length=300, **given)
+    about = [hint for hint in told.hints if "table" in hint]
+    assert (said is None and not about) or (said is not None and len(about) == 1 and said in about[0]), told.hints
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [(4, {}), (3, {}), (4, {"source_length": 270}), (4, {"mask": mh.causal()}), (4, {"bias": torch.zeros(300, 300)})],
+)
+def test_what_is_said_of_torchs_layer_is_what_it_does(heads, options, weights, training):
+    (said, *_) = mh.explain({"embed_dim": 12, "num_heads": heads}, length=300, training=training, **options).hints
+    layer = torch.nn.MultiheadAttention(12, heads, batch_first=True).train(training)
+    x = torch.randn(1, 300, 12)
+    source = torch.randn(1, 270, 12) if "source_length" in options else x
+    mask = torch.ones(300, 300, dtype=torch.bool).triu(1) if "mask" in options else options.get("bias")
+    with torch.set_grad_enabled(training), profile(activities=[ProfilerActivity.CPU]) as seen:
+        layer(x, source, source, need_weights=weights, attn_mask=mask)
+    ran = {event.key for event in seen.key_averages()}
+    assert ("would run aten::_native_multi_head_attention" in said) == ("aten::_native_multi_head_attention" in ran)
+    if "would not take its fast path" in said:
+        assert ("aten::scaled_dot_product_attention" in ran) == (not weights)
+        assert ("aten::softmax" in ran) == weights
 
 
 def test_as_json():

@@ -235,7 +235,10 @@ def test_refusals_are_truthful():
         assert set(choice.drawbacks) == {name for name, reasons in choice.refusals.items() if not reasons}
         for name, kernel in mh.KERNELS.items():
             reasons = kernel.refusals(request)
-            said = [*reasons, *kernel.tables(request), *([] if reasons else kernel.drawbacks(request))]
+            tables = kernel.tables(request)
+            assert all(table.bytes >= 0 for table in tables), case.told
+            told = [text for table in tables for text in table[:2]]
+            said = [*reasons, *told, *([] if reasons else kernel.drawbacks(request))]
             assert all(isinstance(reason, str) and reason for reason in said), case.told
             assert reasons == choice.refusals[name]
             if reasons:

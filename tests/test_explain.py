@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multihead as mh
+from multihead.explaining.costs import binary
 from test_dispatch import what_ran
 
 E, H, K = 30, 6, 3  # D = 5
@@ -247,7 +248,7 @@ def test_the_text_holds_all_that_was_found(name, length):
         for reason in found.drawbacks.get(kernel, []):
             assert any(line.startswith(kernel) and line.endswith(f"not taken: {reason}") for line in lines)
     for table in found.tables:
-        assert f"makes {table}" in lines
+        assert f"makes {table.what}, {binary(table.bytes)}: {table.why}" in lines
     assert ("makes no L x S tensor" in text) == (not found.tables)
     for step, shapes in found.steps:
         assert any(line.startswith(step) and line.endswith(shapes) for line in lines)

@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # errors <- masks, positions <- reference | request <- kernels <- attention <- module <- explain, doctor, models
 #        <- training <- commands <- cli
 TIERS = [
-    {"errors", "labels", "packages", "textbook", "whole_files"},
+    {"errors", "labels", "packages", "textbook", "web", "whole_files"},
     {"plane", "mask_kinds", "masks", "positions", "rotary", "layouts", "options"},
     {"cache", "cache_calls", "cache_format", "cache_ledger", "cache_pages", "cache_state", "cache_storage"},
     {"reference", "request"},
@@ -32,7 +32,7 @@ TIERS = [
     {"module"},
     {"compat", "torch_inputs", "torch_masks"},
     {"swapping"},
-    {"explain", "doctor", "costs", "models", "inspection"},
+    {"explaining", "doctor", "models", "inspection"},
     {"training"},
     {"commands"},
     {"cli", "demo", "side_by_side"},
@@ -44,12 +44,18 @@ APART = [
     ("reference", "request"),
     ("attention", "projections"),
     ("weights", "projections"),
-    ("explain", "doctor"),
-    ("models", "explain"),
+    ("explaining", "doctor"),
+    ("models", "explaining"),
+    ("inspection", "explaining"),
 ]
 COMMAND_LINE = {"cli": {"typer", "rich"}, "commands": {"typer", "rich"}, "demo": {"rich"}}
 # Others are imported by name, where they are needed: see packages.py.
-COMMAND_LINE |= {"training": {"rich", "matplotlib"}, "inspection": {"matplotlib"}, "labels": {"matplotlib"}}
+COMMAND_LINE |= {
+    "training": {"rich", "matplotlib"},
+    "inspection": {"matplotlib"},
+    "labels": {"matplotlib"},
+    "explaining": {"matplotlib"},
+}
 
 
 class Import(NamedTuple):

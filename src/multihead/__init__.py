@@ -10,7 +10,8 @@ from multihead.cache import KVCache
 from multihead.cache_pages import PagePool
 from multihead.compat import MultiheadAttention
 from multihead.doctor import Diagnosis, doctor
-from multihead.explain import Explanation, explain
+from multihead.explaining.explain import explain
+from multihead.explaining.explanation import Explanation
 from multihead.inspection import Capture, Record, capture, head_importance
 from multihead.masks import Mask, causal, dense, documents, lengths, padding, prefix, window
 from multihead.module import Attention

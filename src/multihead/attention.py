@@ -16,6 +16,7 @@ from multihead import reference
 from multihead.cache_format import Stored
 from multihead.errors import bad_type, bad_value, describe
 from multihead.kernels import FAST, Kernel, native
+from multihead.kernels.table import Table
 from multihead.masks import Mask
 from multihead.positions import Position
 from multihead.request import Request, make_request
@@ -258,9 +259,12 @@ class _Reference:
     def drawbacks(self, request: Request) -> list[str]:  # noqa: ARG002  (every kernel is asked in the same way)
         return ["it makes several tensors of B x H x L x S: it is the formula, written out"]
 
-    def tables(self, request: Request) -> list[str]:
+    def tables(self, request: Request) -> list[Table]:
         B, H, _, L, S, _, _ = request.sizes
-        return [f"several tensors of {B} x {H} x {L} x {S}: the scores, and each step from them to the weights"]
+        wide = torch.promote_types(request.q.dtype, torch.float32)
+        what = f"several tensors of {B} x {H} x {L} x {S}"
+        why = "the scores, and each step from them to the weights"
+        return [Table(what, why, 3 * B * H * L * S * wide.itemsize)]
 
     def run(self, request: Request) -> tuple[Tensor, Tensor | None]:
         out, _, lse = by_definition(request, None)

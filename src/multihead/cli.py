@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,11 +30,14 @@ from multihead import __version__, demo
 from multihead.commands import train, translate, view
 from multihead.commands.refusing import refuse
 from multihead.doctor import doctor
-from multihead.explain import explain
+from multihead.explaining.explain import explain
+from multihead.explaining.explanation import Explanation
 from multihead.masks import causal as causal_mask
 from multihead.masks import window
+from multihead.packages import MissingPackage
 from multihead.positions import ALiBi, Position, T5Bias
 from multihead.rotary import Rotary
+from multihead.whole_files import write_whole
 
 # The base of all errors about how a command was called, which has no public name: it is click's, or typer's own copy.
 _CALL_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -157,6 +162,12 @@ _EXPLAIN_HELP = "\n\n".join(
         "[bold]Costs[/] are operations, two for a multiply-add, of the pairs that the mask lets see each other alone, "
         "and bytes of each tensor once: what no way of computing it can do without. With --train the backward pass is "
         "counted too.",
+        "With [bold]--measure[/] the layer is run for some seconds: first a matrix product and a copy tell what the "
+        "machine can do, which the predictions are made with; then each step and the whole call, the fastest run of "
+        "each, and the operation that the profiler saw. One number of each is no benchmark: on a busy machine run it "
+        "again.",
+        "[bold]--png[/] is a roofline plot: how many operations a second each step can reach, and did if measured, "
+        "over its operations for each byte. Exit code 2: an option can't be used.",
     )
 )
 _EXPLAIN_EXAMPLES = "\n\n".join(
@@ -165,6 +176,8 @@ _EXPLAIN_EXAMPLES = "\n\n".join(
         "[bold]multihead explain --embed-dim 512 --heads 8 --length 4096 --causal[/] a language model's layer.",
         "[bold]multihead explain --embed-dim 512 --heads 8 --kv-heads 2 --length 4096 --left 255 --causal --train[/] "
         "grouped heads and a window of 256 tokens, while training.",
+        "[bold]multihead explain --embed-dim 512 --heads 8 --length 1024 --measure --png roof.png[/] "
+        "what it takes on this machine.",
     )
 )
 
@@ -209,8 +222,13 @@ def _explain(
     train: Annotated[bool, typer.Option("--train", help="Training: dropout acts, gradients are recorded.")] = False,
     dtype: Annotated[_Dtype, typer.Option(help="Of the inputs.")] = _Dtype.float32,
     device: Annotated[str, typer.Option(help="Where it would run: cpu, cuda ...")] = "cpu",
+    measure: Annotated[bool, typer.Option("--measure", help="Run it too, and show times beside predictions.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, in place of text.")] = False,
+    html: Annotated[Path | None, typer.Option(help="A file for all of it as a page.")] = None,
+    png: Annotated[Path | None, typer.Option(help="A file for a roofline plot.")] = None,
 ) -> None:
+    if measure:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells of itself between the lines
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not have
@@ -232,20 +250,41 @@ def _explain(
             "head_dim": head_dim,
         }
         layer |= {"value_dim": value_dim, "softcap": softcap, "sinks": sinks, "dropout": dropout, "mask": mask}
-        found = explain(
-            layer | {"position": made},
-            batch=batch,
-            length=length,
-            source_length=source_length,
-            training=train,
-            dtype=getattr(torch, dtype.value),
-            device=device,
-        )
+        waiting = Console(stderr=True).status("measuring, which takes some seconds") if measure else nullcontext()
+        with waiting:
+            found = explain(
+                layer | {"position": made},
+                batch=batch,
+                length=length,
+                source_length=source_length,
+                training=train,
+                dtype=getattr(torch, dtype.value),
+                device=device,
+                measure=measure,
+            )
     except (TypeError, ValueError) as error:
         refuse(str(error))
     except RuntimeError as error:  # such as sizes past what a tensor can have
         refuse(str(error).splitlines()[0])
+    for option, path, write in (("--html", html, _write_page), ("--png", png, _write_plot)):
+        if path is not None:
+            try:
+                write(found, path)
+            except MissingPackage as error:
+                refuse(str(error))
+            except OSError as error:
+                refuse(f"{option}: expected a file that can be written, got {str(path)!r} ({error.strerror or error}).")
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+
+
+def _write_page(found: Explanation, path: Path) -> None:
+    text = found.to_html()
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def _write_plot(found: Explanation, path: Path) -> None:
+    figure = found.plot().figure
+    write_whole(path, lambda beside: figure.savefig(beside, format="png", dpi=150))
 
 
 @app.command("doctor")

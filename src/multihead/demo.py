@@ -20,7 +20,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from multihead.errors import bad_value, check_size
-from multihead.explain import explain
+from multihead.explaining.explain import explain
 from multihead.models.generation import generate
 from multihead.models.gpt import GPT, loss_of
 from multihead.module import Attention

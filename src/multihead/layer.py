@@ -224,12 +224,17 @@ class AttentionLayer(CacheCalls, Projections):
         """What a layer of nothing but projections and heads makes of the heads' outputs (*batch, H, L, V)."""
         return self.out_proj(out.transpose(-2, -3).flatten(-2))
 
+    def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k by the layer's norms, if it has any."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return _normalised(self.q_norm, q), _normalised(self.k_norm, k)
+
     def _placed(
         self, q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """q and k normalised, and turned to their positions."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normalised(self.q_norm, q), _normalised(self.k_norm, k)
+        q, k = self.normalised(q, k)
         if self.position is not None and self.position.rotates:
             places = default_positions(q.shape[-2], k.shape[-2], q_positions, k_positions, q.device)
             q, k = self.position.rotate(q, k, *places)

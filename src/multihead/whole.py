@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from multihead.kernels.autograd import recording
+from multihead.kernels.table import Table
 from multihead.projections import is_plain
 from multihead.weights import Look
 
@@ -54,9 +55,10 @@ def why_not(layer: Any, x: Tensor, looks: bool = False) -> str | None:
     return None
 
 
-def tables(layer: Any, B: int, L: int) -> list[str]:
+def tables(layer: Any, B: int, L: int, itemsize: int) -> list[Table]:
     """Which L x S tensors it makes, and why."""
-    return [f"scores of {B} x {layer.num_heads} x {L} x {L}: it is dense"]
+    numbers = B * layer.num_heads * L * L
+    return [Table(f"scores of {B} x {layer.num_heads} x {L} x {L}", "it is dense", numbers * itemsize)]
 
 
 def run(layer: Any, x: Tensor, look: Look | None) -> tuple[Tensor, Tensor | None]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from multihead.kernels import flash_cpu
 from multihead.kernels.autograd import differentiable_gradients, needs_definition, recording, transform_refusals
+from multihead.kernels.table import Table
 from multihead.kernels.tiles import FusedTiles, PlainTiles, Step, Tiles
 from multihead.request import Request
 
@@ -50,7 +51,7 @@ def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is 
     return []
 
 
-def tables(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is asked in the same way)
+def tables(request: Request) -> list[Table]:  # noqa: ARG001  (every kernel is asked in the same way)
     """Which L x S tensors it makes besides those given, and why."""
     return []
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.autograd import transform_refusals
+from multihead.kernels.table import BIAS_BYTES, Table
 from multihead.plane import Tile
 from multihead.request import Request
 
@@ -41,11 +42,14 @@ def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is 
     return ['not yet run on a GPU by this project: taken only when asked for, kernel="flex"']
 
 
-def tables(request: Request) -> list[str]:
+def tables(request: Request) -> list[Table]:
     """Which L x S tensors it makes besides those given, and why."""
     if request.bias is None or isinstance(request.bias, Tensor):
         return []
-    return [f"a bias of {request.sizes.L} x {request.sizes.S} for each head: the position is read from a table here"]
+    _, H, _, L, S, _, _ = request.sizes
+    what = f"a bias of {L} x {S} for each head"
+    why = "the position is read from a table here"
+    return [Table(what, why, H * L * S * BIAS_BYTES)]
 
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:

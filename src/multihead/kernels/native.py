@@ -23,6 +23,7 @@ from multihead.kernels.native_shapes import GRAD_BIAS, GRAD_KV, GRAD_Q, STATISTI
 from multihead.kernels.philox import dropout_mask
 from multihead.kernels.postfix import as_postfix
 from multihead.kernels.postfix import refusals as mask_refusals
+from multihead.kernels.table import BIAS_BYTES, Table
 from multihead.positions import ALiBi, Position, without_lowest
 from multihead.request import Attended, Request
 
@@ -73,12 +74,14 @@ def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is 
     return []
 
 
-def tables(request: Request) -> list[str]:
+def tables(request: Request) -> list[Table]:
     """Which L x S tensors it makes besides those given, and why."""
     if not isinstance(request.bias, Position) or isinstance(request.bias, ALiBi):
         return []
     _, H, _, L, S, _, _ = request.sizes
-    return [f"the bias of {H} x {L} x {S}: it makes that of ALiBi by itself, and takes others as tensors"]
+    what = f"the bias of {H} x {L} x {S}"
+    why = "it makes that of ALiBi by itself, and takes others as tensors"
+    return [Table(what, why, H * L * S * BIAS_BYTES)]
 
 
 class _Scores(NamedTuple):

@@ -22,6 +22,7 @@ from multihead.kernels.autograd import (
     recording,
     transform_refusals,
 )
+from multihead.kernels.table import Table
 from multihead.mask_kinds import Window
 from multihead.masks import causal
 from multihead.positions import Position
@@ -72,13 +73,25 @@ def drawbacks(request: Request) -> list[str]:
     return []
 
 
-def tables(request: Request) -> list[str]:
+def tables(request: Request) -> list[Table]:
     """Which L x S tensors it makes besides those given, and why."""
     has_table = request.mask is not None and not is_square_causal(request) and not _is_last_token(request)
     if not has_table and not isinstance(request.bias, Position):
         return []
     _, _, _, L, S, _, _ = request.sizes
-    return [f"a mask of up to {L} x {S}, for each row of the batch and head that differs: it takes masks as tensors"]
+    what = f"a mask of up to {L} x {S}, for each row of the batch and head that differs"
+    why = "it takes masks as tensors"
+    wide = torch.promote_types(request.q.dtype, torch.float32)
+    return [Table(what, why, _table_size(request) * wide.itemsize)]
+
+
+def _table_size(request: Request) -> int:
+    """How many numbers the mask and the bias have as one tensor, from their first corner."""
+    sizes = request.sizes
+    corner = slice(0, min(1, sizes.L)), slice(0, min(1, sizes.S))
+    parts = [part for part in (request.visible(*corner), request.added(*corner)) if part is not None]
+    shape = torch.broadcast_shapes(*(part.shape for part in parts))
+    return math.prod(shape[:2]) * sizes.L * sizes.S
 
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:

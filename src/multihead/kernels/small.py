@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multihead.kernels import flash_cpu, sdpa
 from multihead.kernels.autograd import readable, recording, transform_refusals
+from multihead.kernels.table import Table
 from multihead.request import Request
 
 NAME = "small"
@@ -56,10 +57,13 @@ def is_small(request: Request, most: int = _MOST_SCORES) -> bool:
     return is_plain and not recording() and most >= B * H * L * S
 
 
-def tables(request: Request) -> list[str]:
+def tables(request: Request) -> list[Table]:
     """Which L x S tensors it makes besides those given, and why."""
     B, H, _, L, S, _, _ = request.sizes
-    return [f"scores and weights of {B} x {H} x {L} x {S}: it is the formula, written out"]
+    wide = torch.promote_types(request.q.dtype, torch.float32)
+    what = f"scores and weights of {B} x {H} x {L} x {S}"
+    why = "it is the formula, written out"
+    return [Table(what, why, 2 * B * H * L * S * wide.itemsize), *sdpa.tables(request)]
 
 
 def run(request: Request) -> tuple[Tensor, Tensor | None]:

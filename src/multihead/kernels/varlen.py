@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.autograd import transform_refusals
+from multihead.kernels.table import Table
 from multihead.mask_kinds import packed_documents
 from multihead.request import Request
 
@@ -51,7 +52,7 @@ def drawbacks(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is 
     return ['not yet run on a GPU by this project: taken only when asked for, kernel="varlen"']
 
 
-def tables(request: Request) -> list[str]:  # noqa: ARG001  (every kernel is asked in the same way)
+def tables(request: Request) -> list[Table]:  # noqa: ARG001  (every kernel is asked in the same way)
     """Which L x S tensors it makes besides those given, and why."""
     return []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,75 +10,21 @@ from torch import Tensor, nn
 
 from multihead import reference, whole
 from multihead.attention import choose
-from multihead.costs import BALANCE, Cost, binary, decimal, of_attention, of_projection, of_rows, visible_pairs
 from multihead.errors import bad_type, bad_value, check_size
+from multihead.explaining.costs import Cost, of_attention, of_projection, of_rows, visible_pairs
+from multihead.explaining.explanation import Explanation
+from multihead.explaining.hints import hints
+from multihead.explaining.machine import calibrate
+from multihead.explaining.measured import Call
+from multihead.explaining.measured import measure as run_measured
+from multihead.explaining.memory import peak_bytes
+from multihead.kernels.table import BIAS_BYTES, Table
 from multihead.layer import AttentionLayer
 from multihead.masks import Mask
 from multihead.module import Attention
 from multihead.plane import Plane
 from multihead.positions import Position
 from multihead.request import Request, make_request
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What `explain` found. Print it, or read its fields."""
-
-    subject: str  # the layer, in one line
-    inputs: str  # what it is called with
-    kernel: str  # the one that runs; "whole" if the layer is one operation with its projections
-    refusals: dict[str, list[str]]  # by kernel: why it can't
-    drawbacks: dict[str, list[str]]  # by kernel that could: why another is preferred
-    tables: list[str]  # the L x S tensors that are made besides those given, and why
-    steps: list[tuple[str, str]]  # (what runs, its shapes)
-    costs: dict[str, Cost]  # by step: operations and bytes, in training with the backward pass
-    pairs: tuple[int, int]  # of a query and a key, over all heads: that may see each other, and all
-    parameters: int
-    activations: int  # bytes of what the steps make; in training they are kept for the backward pass
-    cache_bytes: int  # of one token in a cache, as it comes
-    hints: list[str]
-
-    @property
-    def total(self) -> Cost:
-        """Of all steps."""
-        return sum(self.costs.values(), Cost(0, 0))
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON can write it, with a "schema" that changes when its form does."""
-        costs = {
-            name: {"flops": cost.flops, "bytes": cost.bytes, "intensity": cost.intensity, "bound": cost.bound}
-            for name, cost in (*self.costs.items(), ("total", self.total))
-        }
-        return {"schema": "multihead-explanation/1", **vars(self), "costs": costs}
-
-    def __str__(self) -> str:
-        lines = [self.subject, f"called with {self.inputs}", "", f"kernel: {self.kernel}"]
-        for name in self.refusals:
-            if name == self.kernel:
-                continue
-            said = "can't" if self.refusals[name] else "not taken"
-            reasons = self.refusals[name] or self.drawbacks[name] or [f"{self.kernel} comes first"]
-            lines += [f"  {name:<10} {said}: {reason}" for reason in reasons]
-        lines += [f"  makes {table}" for table in self.tables] or ["  makes no L x S tensor"]
-        if self.kernel == whole.NAME:
-            lines.append(f"  runs all steps as one operation, {whole.OPERATION}")
-        lines += ["", "steps:"]
-        lines += [f"  {name:<10} {shapes}" for name, shapes in self.steps]
-        return "\n".join([*lines, "", *self._costs_told(), *(f"hint: {hint}" for hint in self.hints)])
-
-    def _costs_told(self) -> list[str]:
-        lines = [f"{'costs:':<14}{'FLOP':>10}{'bytes':>12}{'FLOP/byte':>11}  bound by"]
-        for name, cost in (*self.costs.items(), ("total", self.total)):
-            told = f"{decimal(cost.flops):>10}{binary(cost.bytes):>12}{cost.intensity:>11.1f}  {cost.bound}"
-            lines.append(f"  {name:<12}{told}")
-        seen, all_pairs = self.pairs
-        share = f"{seen:,} of {all_pairs:,} pairs" if seen != all_pairs else f"all {seen:,} pairs"
-        return [
-            *lines,
-            f"  2 for a multiply-add; {share} are visible; bound by: above {BALANCE:g} FLOP/byte compute, not measured",
-            f"{self.parameters:,} parameters; {binary(self.activations)} made on the way; a token in a cache takes "
-            f"{self.cache_bytes:,} bytes",
-        ]
 
 
 def explain(
@@ -93,11 +38,13 @@ def explain(
     bias: Tensor | Position | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    measure: bool = False,
 ) -> Explanation:
     """Which kernel a call of a layer will take, which others were refused and why, and the steps with their shapes and
     what they cost.
 
-    It asks the same kernels in the same way as a call without weights, and computes nothing, however large the sizes.
+    It asks the same kernels in the same way as a call without weights, and computes nothing, however large the sizes:
+    unless it is to measure.
 
     Args:
         subject: a layer, or the arguments of one: `{"embed_dim": 512, "num_heads": 8, "num_kv_heads": 2}`.
@@ -107,6 +54,8 @@ def explain(
             arguments).
         mask, bias: as in the call, besides the layer's own.
         device, dtype: of the call; by default those of the layer's parameters (for arguments the CPU).
+        measure: run it too, on random numbers, for some seconds: how fast the machine is, what each step takes beside
+            what it should, which operation the profiler saw. The layer stays as it is, but its hooks are called.
 
     Returns:
         An `Explanation`; `print` it.
@@ -137,22 +86,32 @@ def explain(
     E = layer.embed_dim
     kernel = choice.kernel.NAME if why_not_whole else whole.NAME
     inputs = f"x {(B, L, E)}" + ("" if source_length is None else f", context {(B, S, layer.kdim)}")
+    if why_not_whole:
+        tables = [*_learned_tables(layer, bias, L, S), *choice.kernel.tables(request)]
+    else:
+        tables = whole.tables(layer, B, L, kind.itemsize)
+    machine, measured = None, None
+    if measure:
+        if min(B, L, S) < 1:
+            raise bad_value("measure", "sizes of at least 1 to run", f"batch={B}, length={L}, source_length={S}")
+        call = _call(subject, layer, (B, L, source_length), mask, bias, training, where, kind)
+        machine, measured = calibrate(where, kind), run_measured(call, kernel)
     return Explanation(
         subject=f"{type(layer).__name__}({layer.extra_repr()})",
         inputs=f"{inputs}, {str(kind).removeprefix('torch.')} on {where}, {'training' if training else 'not training'}",
         kernel=kernel,
         refusals={whole.NAME: [why_not_whole] if why_not_whole else [], **choice.refusals},
         drawbacks=choice.drawbacks,
-        tables=[*_learned_tables(layer, L, S), *choice.kernel.tables(request)]
-        if why_not_whole
-        else whole.tables(layer, B, L),
+        tables=tables,
         steps=_steps(layer, B, L, S, source_length is None, kernel),
         costs=_costs(layer, request, seen, source_length is None, training, kind.itemsize),
         pairs=(seen, B * layer.num_heads * L * S),
         parameters=sum(parameter.numel() for parameter in layer.parameters()),
-        activations=_activations(layer, B, L, S) * kind.itemsize,
+        peak=peak_bytes(layer, request, tables, training, kind.itemsize),
         cache_bytes=layer.num_kv_heads * (layer.head_dim + layer.value_dim) * kind.itemsize,
-        hints=_hints(request, training, kind.itemsize),
+        hints=hints(layer, request, bias, tables, choice.refusals, source_length is None, training, kind.itemsize),
+        machine=machine,
+        measured=measured,
     )
 
 
@@ -176,6 +135,35 @@ def _layer(subject: object) -> AttentionLayer:
     raise bad_type("subject", "an Attention, or a mapping of its arguments", subject, "", instead)
 
 
+def _call(
+    subject: AttentionLayer | Mapping[str, Any],
+    layer: AttentionLayer,
+    sizes: tuple[int, int, int | None],
+    mask: Mask | Tensor | None,
+    bias: Tensor | Position | None,
+    training: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Call:
+    """A call that can be run: of the layer itself, or of one of the same arguments; its inputs are drawn apart."""
+    if not isinstance(subject, AttentionLayer):
+        with torch.random.fork_rng([]):
+            layer = Attention(**dict(subject) | {"device": device, "dtype": dtype})
+    weight = layer.out_proj.weight
+    if (weight.device, weight.dtype) != (torch.empty(0, device=device).device, dtype):
+        instead = "Leave device and dtype out, or convert the layer."
+        got = f"{dtype} on {device}"
+        raise bad_value("measure", f"the layer's own kind, {weight.dtype} on {weight.device}", got, "", instead)
+    B, L, S = sizes
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(tokens: int, width: int) -> Tensor:
+        return torch.randn(B, tokens, width, generator=generator).to(device, dtype)
+
+    context = None if S is None else draw(S, layer.kdim)
+    return Call(layer, draw(L, layer.embed_dim), context, mask, bias, training)
+
+
 def _request(
     layer: AttentionLayer,
     B: int,
@@ -194,7 +182,7 @@ def _request(
     plane = Plane((B,), H, L, S, device)
     own = layer.position if layer.position is not None and layer.position.biases else None
     joined: Tensor | Position | None
-    if isinstance(own, nn.Module) or (own is not None and bias is not None):
+    if isinstance(own, nn.Module) or isinstance(bias, nn.Module) or (own is not None and bias is not None):
         learns = any(_learns(part) for part in (own, bias))
         table = torch.empty((), device=device, dtype=dtype, requires_grad=training and learns)
         whole, joined = layer.joined(mask, None, plane, None, None, True)[0], table.expand(H, L, S)
@@ -214,10 +202,13 @@ def _learns(bias: Tensor | Position | None) -> bool:
     return isinstance(bias, Tensor) and bias.requires_grad
 
 
-def _learned_tables(layer: AttentionLayer, L: int, S: int) -> list[str]:
-    if isinstance(layer.position, nn.Module) and layer.position.biases:
-        return [f"a bias of {layer.num_heads} x {L} x {S}: {type(layer.position).__name__} is a table that is learned"]
-    return []
+def _learned_tables(layer: AttentionLayer, bias: Tensor | Position | None, L: int, S: int) -> list[Table]:
+    learned = [part for part in (layer.position, bias) if isinstance(part, nn.Module) and part.biases]
+    if not learned:
+        return []
+    what = f"a bias of {layer.num_heads} x {L} x {S} and its indices"
+    why = f"{' and '.join(type(part).__name__ for part in learned)} is read from a table that is learned"
+    return [Table(what, why, L * S * (layer.num_heads * BIAS_BYTES + torch.int64.itemsize))]
 
 
 def _steps(layer: AttentionLayer, B: int, L: int, S: int, is_self: bool, kernel: str) -> list[tuple[str, str]]:
@@ -264,30 +255,3 @@ def _costs(
         costs["gate_proj"] = of_projection(B * L, layer.embed_dim, H * V, itemsize, training)
     costs["out_proj"] = of_projection(B * L, H * V, layer.out_dim, itemsize, training)
     return costs
-
-
-def _activations(layer: AttentionLayer, B: int, L: int, S: int) -> int:
-    """Numbers that the steps make: q, k, v, what the heads give, and the output."""
-    H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
-    return B * (L * H * (D + V) + S * K * (D + V) + L * layer.out_dim)
-
-
-def _hints(request: Request, training: bool, itemsize: int) -> list[str]:
-    """What is worth knowing besides."""
-    B, H, K, L, S, D, V = request.sizes
-    hints = []
-    if L * S > 2**16:
-        kept = ", which training keeps" if training else ""
-        told = f"{B} x {H} x {L} x {S} here, {binary(B * H * L * S * itemsize)}{kept}"
-        hints.append(f"torch.nn.MultiheadAttention's default call would make weights of {told}")
-    if K == H and H % 4 == 0:
-        fewer = H // 4
-        one, now = fewer * (D + V) * itemsize, K * (D + V) * itemsize
-        hints.append(f"num_kv_heads={fewer} would take {one:,} instead of {now:,} bytes of a cache for a token")
-    if request.mask is not None and "dense(" in repr(request.mask):
-        held = sum(t.numel() * t.element_size() for t in request.mask.tensors().values())
-        hints.append(
-            f"the mask is a table of {binary(held)}: causal(), window(), documents(ids) or padding(keep) say the same "
-            "without one, and let blocks be skipped"
-        )
-    return hints

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from multihead.kernels.flops import backward_flops, forward_flops
 from multihead.request import Request
 
 # Operations for a byte above which a step is bound by arithmetic on most machines: tens of GFLOP/s and some GB/s for a
@@ -39,10 +40,9 @@ class Cost(NamedTuple):
         """Operations for each byte."""
         return self.flops / self.bytes if self.bytes else 0.0
 
-    @property
-    def bound(self) -> str:
-        """What limits it on most machines: "compute" or "memory"."""
-        return "compute" if self.intensity > BALANCE else "memory"
+    def bound(self, balance: float = BALANCE) -> str:
+        """What limits it on a machine that does `balance` operations while a byte moves: "compute" or "memory"."""
+        return "compute" if self.intensity > balance else "memory"
 
     def __add__(self, other: object) -> Cost:
         """Of both together, where tuples would be joined."""
@@ -60,10 +60,10 @@ def of_projection(tokens: int, width: int, out: int, itemsize: int, training: bo
 def of_attention(request: Request, pairs: int, itemsize: int, training: bool) -> Cost:
     """Of q k^T, softmax and the product with v, of so many pairs over all heads."""
     B, H, K, L, S, D, V = request.sizes
-    flops = 2 * pairs * (D + V)
+    flops = forward_flops(pairs, D, V) + (backward_flops(pairs, D, V) if training else 0)
     moved = itemsize * B * (H * L * (D + V) + K * S * (D + V))
     # The backward pass reads what the forward read, its output and the gradient of that, and writes three gradients.
-    return Cost(flops + 5 * flops // 2, 3 * moved + itemsize * B * H * L * V) if training else Cost(flops, moved)
+    return Cost(flops, 3 * moved + itemsize * B * H * L * V) if training else Cost(flops, moved)
 
 
 def of_rows(numbers: int, itemsize: int, training: bool) -> Cost:
