@@ -216,6 +216,23 @@ def test_a_bare_layer_and_captures_in_one_another():
     assert attn.watcher is None
 
 
+def test_a_table_counts_and_once_for_all_layers():
+    model, x = nn.ModuleList([mh.Attention(E, H) for _ in range(3)]).eval(), inputs()
+    table = torch.ones(L, L, dtype=torch.bool).tril()
+    own = 4 * N * L * E * 4  # q, k, v and the heads' output
+
+    def run(mask):
+        for layer in model:
+            layer(x, mask=mask)
+
+    for mask, kept in ((None, 3 * own), (table, 3 * own + L * L), (mh.causal(), 3 * own)):
+        with capture(model, max_bytes=kept) as rec:
+            run(mask)
+        assert rec[0].nbytes == own + (L * L if mask is table else 0)
+        with pytest.raises(RuntimeError, match="max_bytes"), capture(model, max_bytes=kept - 1):
+            run(mask)
+
+
 def test_what_is_kept_is_what_is_asked_for():
     model, x = encoder(swapped=True), inputs()
     with capture(model) as rec:

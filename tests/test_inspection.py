@@ -10,11 +10,10 @@ import torch
 import multihead as mh
 from cases import draw
 from multihead import Record, reference
-from multihead.inspection import statistics, walk
-from multihead.kernels import library, native
+from multihead.inspection import walk
+from multihead.kernels import native
 
 f64 = torch.float64
-needs_native = pytest.mark.skipif(not library.available(), reason=str(library.why_not()))
 NAMES = ("bias", "scale", "softcap", "sinks", "q_positions", "k_positions")
 
 
@@ -77,83 +76,6 @@ def test_weights_and_statistics_are_those_of_the_definition(chunk, way, monkeypa
         counts = record.compute("seen_by")["seen_by"]
         close(record.received(mean=True), (want.sum(-2) / counts), told)
         assert torch.equal(counts.sum(-1), visible.nan_to_num().sum(-1)), told
-
-
-@needs_native
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mask": mh.causal()},
-        {"mask": mh.window(100) | mh.prefix(3)},
-        {"mask": mh.documents(torch.arange(700) // 90), "sinks": torch.linspace(-2, 30, 4)},
-        {"softcap": 5.0, "bias": torch.linspace(-3, 3, 700).repeat(4, 700, 1)},
-        {"bias": mh.ALiBi(4), "scale": 3.0},
-        {},
-    ],
-)
-@pytest.mark.parametrize("L", [700, 3])
-def test_the_native_pass_gives_what_the_blocks_give(options, L, monkeypatch):
-    bias = options.get("bias")
-    options = options | ({"bias": bias[:, -L:]} if isinstance(bias, torch.Tensor) else {})
-    if L != 700 and "sinks" in options:
-        options = {"sinks": options["sinks"]}
-    q, k = torch.randn(2, 4, L, 24), torch.randn(2, 2, 700, 24)
-    names = list(statistics.BY_NAME)
-    found = Record(q, k, **options).compute(*names)
-    by_blocks(monkeypatch)
-    want = Record(q, k, **options).compute(*names)
-    for name in names:
-        torch.testing.assert_close(
-            found[name], want[name], rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
-@needs_native
-def test_what_the_native_pass_is_not_asked_for_is_not_made(monkeypatch):
-    wanted = []
-    op = torch.ops.multihead.statistics.default
-    monkeypatch.setattr(
-        torch.ops.multihead.statistics, "default", lambda *given: wanted.append(given[-1]) or op(*given)
-    )
-    small()[0].compute("max_logit", "max_weight")
-    assert not wanted
-    small()[0].compute("entropy", "seen_by")
-    assert wanted == [1 | 8]
-
-
-@needs_native
-def test_large_scores_and_half_precision_in_the_native_pass():
-    for dtype, factor in ((torch.float32, 300.0), (torch.bfloat16, 1.0), (torch.float16, 1.0)):
-        q, k = (torch.randn(1, 2, 90, 16) * factor).to(dtype), torch.randn(1, 2, 90, 16).to(dtype)
-        record, want = Record(q, k, mask=mh.causal()), dense(q, k, mh.causal())
-        # A score of some thousands has an error of some 1e-4 in float32.
-        torch.testing.assert_close(record.entropy().double(), torch.special.entr(want).sum(-1), rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(record.received().double(), want.sum(-2), rtol=1e-3, atol=1e-3)
-
-
-@needs_native
-def test_what_hidden_keys_hold_stays_out_of_the_native_pass():
-    q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
-    keep = torch.arange(40) < 30
-    want = Record(q, k, mask=mh.padding(keep[None])).compute("entropy", "received", "seen_by", "max_logit")
-    for value in (torch.nan, torch.inf):
-        k[:, :, 30:] = value
-        found = Record(q, k, mask=mh.padding(keep[None])).compute("entropy", "received", "seen_by", "max_logit")
-        for name in want:
-            assert torch.equal(found[name], want[name]), (value, name)
-
-
-@needs_native
-def test_the_native_pass_does_not_depend_on_threads():
-    record = [Record(*torch.randn(2, 1, 3, 900, 8, generator=torch.Generator().manual_seed(1))) for _ in range(2)]
-    one = record[0].compute("entropy", "received")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        three = record[1].compute("entropy", "received")
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(one[name], three[name]) for name in one)
 
 
 def test_max_logit():

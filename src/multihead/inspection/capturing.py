@@ -142,16 +142,15 @@ def capture(
     if stats is not None:
         check_names(stats)
     found = Capture(list(chosen))
-    kept = 0
+    kept: dict[tuple[int, int], int] = {}  # bytes by their place in memory: a mask of all layers is there once
 
     def watch(name: str, seen: Seen) -> None:
-        nonlocal kept
         record = _record(name, seen)
         if stats is not None:
             record.compute(*stats)
             record.let_go()
-        kept += record.nbytes
-        if kept > max_bytes:
+        kept.update({(t.data_ptr(), t.numel()): t.numel() * t.element_size() for t in record.held()})
+        if sum(kept.values()) > max_bytes:
             raise RuntimeError(
                 f"multihead.capture: more than max_bytes={max_bytes:,} to keep, at layer {name!r}. Choose fewer "
                 "layers, name what you want with stats=, or raise max_bytes."

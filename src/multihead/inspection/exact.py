@@ -60,8 +60,15 @@ class ExactWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it holds."""
-        held = [t for t in (self.q, self.k, self.v, self.out, *self._found.values()) if t is not None]
-        return sum(t.numel() * t.element_size() for t in held)
+        return sum(t.numel() * t.element_size() for t in self.held())
+
+    def held(self) -> list[Tensor]:
+        """The tensors that it holds: q, k, v, out, a bias and a mask if they are tables, and statistics made so far."""
+        found = [self.q, self.k, self.v, self.out, *self._found.values()]
+        if self._call is not None:
+            found += [self._call.bias if isinstance(self._call.bias, Tensor) else None]
+            found += [] if self._call.mask is None else self._call.mask.tensors().values()
+        return [t for t in found if t is not None]
 
     # Exact weights ----------------------------------------------------------------------------------------------------
 
