@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -121,11 +122,11 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.found.append((tag, dict(attrs)))
-        if tag not in ("img", "meta"):
+        if tag not in ("img", "meta", "image"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert tag == "image" or self.open.pop() == tag
 
 
 def test_a_report_is_one_file_that_asks_nobody(seen: Any, tmp_path: Path):
@@ -136,26 +137,79 @@ def test_a_report_is_one_file_that_asks_nobody(seen: Any, tmp_path: Path):
     tags.feed(text)
     assert tags.open == []
     assert not {"script", "link", "iframe"} & {tag for tag, _ in tags.found}
-    sources = [attributes["src"] for tag, attributes in tags.found if tag == "img"]
-    assert len(sources) == 5 + 2  # figures of all heads, and the maps of each layer
-    for source in sources:
+    figures = [attributes["src"] for tag, attributes in tags.found if tag == "img"]
+    maps = [attributes["href"] for tag, attributes in tags.found if tag == "image"]
+    assert (len(figures), len(maps)) == (5, 2 * H)
+    for source in figures + maps:
         assert base64.b64decode(source.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
     assert "http" not in re.sub(r"base64,[^']*", "", text)
     assert "&lt;script&gt;a &amp; b" in text
     assert "blocks.1.attn" in text
     assert "not what the model does with it" in text
-    assert seen._repr_html_().startswith("<!doctype html>")
+
+
+def test_a_notebook_keeps_its_own_styles(seen: Any):
+    part = seen._repr_html_()
+    tags = Tags()
+    tags.feed(part)
+    assert tags.open == []
+    assert not {"html", "body", "h1"} & {tag for tag, _ in tags.found}
+    (style,) = re.findall(r"<style>(.*?)</style>", part, re.DOTALL)
+    selectors = [line for line in re.split(r"[{},]", re.sub(r"\([^)]*\)", "", style)) if "multihead" in line]
+    assert len(selectors) > 10
+    outside = re.sub(r"\.multihead [^{}]*\{[^{}]*\}", "", style)
+    assert re.findall(r"[\w.#-]+[^{}]*\{", outside) == ["media (max-width: 560px) {", "media print {"]
 
 
 def test_a_report_of_a_long_text_stays_small(tmp_path: Path):
     torch.manual_seed(0)
-    model = GPT(20, 64, 12, 8)
+    model = GPT(20, 64, 24, 16)
     with torch.no_grad(), capture(model) as rec:
-        model(torch.randint(20, (1, 300)))
+        model(torch.randint(20, (1, 150)))
     rec.report(tmp_path / "out.html")
     size = (tmp_path / "out.html").stat().st_size
     assert size < 2**20
     assert "Left out, as the file would be too large: blocks." in (tmp_path / "out.html").read_text()
+
+
+def test_names_are_beside_the_maps_of_layers_that_have_as_many_tokens(seen: Any, tmp_path: Path):
+    seen.report(tmp_path / "out.html", tokens=["<a>", *"bcdefghijk", "a name that is far too long"])
+    text = (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert text.count(">&lt;a&gt;</text>") == 2 * 2 * H  # of the queries and of the keys
+    assert text.count(">a_name_that_is_fa…</text>") == 2 * 2 * H
+    with pytest.raises(ValueError, match="tokens: expected a name for each of 12 tokens, got 2 of them"):
+        seen.report(tmp_path / "out.html", tokens=["a", "b"])
+
+
+def test_names_that_would_take_too_much_are_numbers(tmp_path: Path):
+    torch.manual_seed(0)
+    model = GPT(20, 64, 12, 8)
+    with torch.no_grad(), capture(model) as rec:
+        model(torch.randint(20, (1, 64)))
+    rec.report(tmp_path / "out.html", tokens=["&" * 18] * 64)
+    text = (tmp_path / "out.html").read_text()
+    assert len(text) < 2**20
+    assert "Left out" not in text
+    assert "&amp;&amp;" not in text
+    assert text.count("<image ") == 12 * 8
+
+
+def test_the_maps_pixels_are_the_weights():
+    from PIL import Image
+
+    from multihead.inspection.pictures import maps_of
+    from multihead.inspection.svg import map_svg
+
+    made = record(L)
+    weights, visible, block = maps_of(made, [2], 0, size=64)
+    drawn = map_svg(weights[0], visible, block, (L, L), (None, None), "head 2")
+    source = re.findall(r"base64,([^']*)'", drawn)
+    image = Image.open(io.BytesIO(base64.b64decode(source[0])))
+    assert image.size == (L, L)
+    steps = torch.tensor(list(image.tobytes())).view(L, L)
+    assert (steps[~visible] == 0).all()
+    found = 10 ** (4 * ((steps - 1) / 254 - 1))  # a logarithmic scale from 1e-4 to 1
+    torch.testing.assert_close(found[visible], weights[0][visible].clamp(min=1e-4), rtol=0.02, atol=0)
 
 
 def test_nothing_to_report(tmp_path: Path):

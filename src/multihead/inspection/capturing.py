@@ -15,7 +15,7 @@ from multihead.errors import bad_value, is_int
 from multihead.inspection import pictures
 from multihead.inspection.exact import MOST_BYTES
 from multihead.inspection.record import Record
-from multihead.inspection.report import page, write_report
+from multihead.inspection.report import fragment, write_report
 from multihead.inspection.rollout import rollout
 from multihead.inspection.statistics import check_names
 from multihead.inspection.summary import Summary, summarize
@@ -97,7 +97,7 @@ class Capture(Mapping[str, Record]):
         write_report(Path(path), self._ran(), tokens, title)
 
     def _repr_html_(self) -> str:
-        return page(self._ran(), None, "Attention")
+        return fragment(self._ran(), None)
 
     def _ran(self) -> dict[str, Record]:
         if not len(self):

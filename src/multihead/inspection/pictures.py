@@ -7,6 +7,7 @@ are on a logarithmic scale, as most weights are small, with queries down and key
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ from multihead.labels import fonts_for, shown
 from multihead.packages import need
 
 MOST_TOKENS = 64  # that are drawn one by one, and named
-_LEAST = 1e-4  # of a map's scale
-_MASKED = "0.82"  # grey
+LEAST = 1e-4  # of a map's scale
+_LABEL = 0.12  # inches that a token's label takes beside the next one
+MASKED = "0.82"  # grey
 
 
 def new_axes(width: float = 5.0, height: float = 4.2) -> Any:
@@ -74,24 +76,24 @@ def plot_map(
         ValueError, TypeError: there is no such head or row, or not one name for each token.
         MissingPackage: there is no matplotlib here.
     """
-    ax = new_axes() if ax is None else ax
-    from matplotlib import colormaps
+    values, visible, block = map_of(record, head, row, size=size, reduce=reduce)
+    L, S = record.shape[-2:]
+    of_queries = _names("tokens", tokens, L)
+    of_keys = _names("key_tokens", key_tokens if key_tokens is not None else tokens, S)
+    if ax is None:
+        labels = [len(names) if names is not None and block == 1 else 0 for names in (of_keys, of_queries)]
+        ax = new_axes(max(5.0, 1.8 + _LABEL * labels[0]), max(4.2, 1.2 + _LABEL * labels[1]))
     from matplotlib.colors import LogNorm
 
-    values, visible, block = map_of(record, head, row, size=size, reduce=reduce)
-    colors = colormaps[style.pop("cmap", "viridis")].with_extremes(bad=_MASKED)
     options: dict[str, Any] = {
-        "norm": LogNorm(_LEAST, 1.0),
-        "cmap": colors,
+        "norm": LogNorm(LEAST, 1.0),
+        "cmap": colors_of(style.pop("cmap", "viridis")),
         "aspect": "auto",
         "interpolation": "nearest",
     }
-    shown_values = values.clamp(min=_LEAST).masked_fill(~visible, torch.nan)
-    image = ax.imshow(shown_values.numpy(), **options | style)
-    L, S = record.shape[-2:]
-    names = _names("tokens", tokens, L), _names("key_tokens", key_tokens if key_tokens is not None else tokens, S)
+    image = ax.imshow(values.clamp(min=LEAST).masked_fill(~visible, torch.nan).numpy(), **options | style)
     if block == 1:
-        _label(ax, names)
+        _label(ax, (of_queries, of_keys))
     else:
         _number(ax, (L, S), block)
     ax.set(xlabel="key", ylabel="query", title=_title(record, head))
@@ -113,7 +115,7 @@ def plot_row(record: Record, i: int = -1, row: int = 0, *, heads: Any = None, ax
     i = index("i", i, record.shape[-2])
     weights = _of_batch(record.row(i), row, 2)  # (H, S)
     ax = _lines(weights, record, heads, ax, style)
-    ax.set(xlabel="key", ylabel=f"weight of query {i}", yscale="log", ylim=(_LEAST, 1.2), title=record.name)
+    ax.set(xlabel="key", ylabel=f"weight of query {i}", yscale="log", ylim=(LEAST, 1.2), title=record.name)
     return ax
 
 
@@ -161,30 +163,45 @@ def plot_overview(summary: Summary, column: str = "entropy", *, ax: Any = None, 
     table = torch.full((len(layers), most), torch.nan)
     for line in summary.rows:
         table[layers.index(line["layer"]), line["head"]] = line[column]
-    ax = new_axes(2.5 + 0.45 * most, 1.6 + 0.35 * len(layers)) if ax is None else ax
+    ax = new_axes(2.8 + 0.45 * most, 1.8 + 0.35 * len(layers)) if ax is None else ax
     image = ax.imshow(table.numpy(), **{"aspect": "auto", "cmap": "viridis"} | style)
     ax.set_yticks(range(len(layers)), layers, parse_math=False)
     ax.set(xlabel="head", title=column)
     ax.set_xticks(range(0, most, max(1, most // 16)))
-    ax.figure.colorbar(image, ax=ax, label=COLUMNS[column])
+    bar = ax.figure.colorbar(image, ax=ax)
+    bar.set_label(textwrap.fill(COLUMNS[column], 22), fontsize="small")  # a longer line is cut off where layers are few
     return ax
 
 
 # What is drawn --------------------------------------------------------------------------------------------------------
 
 
-def map_of(record: Record, head: int, row: int, *, size: int, reduce: str = "mean") -> tuple[Tensor, Tensor, int]:
-    """A head's map of at most `size` x `size`: weights (n, m), what is visible of it at all (n, m), and how many tokens
-    are a block."""
+def maps_of(
+    record: Record, heads: Sequence[int], row: int, *, size: int, reduce: str = "mean"
+) -> tuple[Tensor, Tensor, int]:
+    """Maps of some heads of at most `size` x `size`, from one pass: weights (heads, n, m), what is visible of it at all
+    (n, m), and how many tokens are a block."""
     check_size("size", size)
-    head = index("head", head, record.shape[-3])
-    L, S = record.shape[-2:]
-    block = -(-max(L, S) // size)
+    heads = [index("head", head, record.shape[-3]) for head in heads]
+    block = -(-max(record.shape[-2:]) // size)
     if block == 1:
-        weights = _of_batch(record.weights(heads=head), row, 3)[0]
+        weights = _of_batch(record.weights(heads=heads), row, 3)
     else:
-        weights = _of_batch(record.pooled(block, reduce), row, 3)[head]
+        weights = _of_batch(record.pooled(block, reduce), row, 3)[heads]
     return weights.cpu().float(), _of_batch(record.visible_blocks(block), row, 2).cpu(), block
+
+
+def map_of(record: Record, head: int, row: int, *, size: int, reduce: str = "mean") -> tuple[Tensor, Tensor, int]:
+    """A head's map, as of `maps_of`: weights are (n, m)."""
+    weights, visible, block = maps_of(record, [head], row, size=size, reduce=reduce)
+    return weights[0], visible, block
+
+
+def colors_of(name: str) -> Any:
+    """A colour map that shows in grey what is masked."""
+    from matplotlib import colormaps
+
+    return colormaps[name].with_extremes(bad=MASKED)
 
 
 def _of_batch(found: Tensor, row: int, own: int) -> Tensor:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multihead.inspection import pictures
+from multihead.errors import bad_value
+from multihead.inspection import pictures, svg
 from multihead.inspection.record import Record
 from multihead.inspection.summary import COLUMNS, Summary, summarize
 from multihead.packages import need
@@ -18,17 +19,39 @@ from multihead.whole_files import write_whole
 _OVERVIEWS = ("entropy", "evenness", "first token", "previous", "max logit")
 _MOST_BYTES = 900_000  # of pictures, so that the file stays below 1 MiB
 _MOST_HEADS = 16  # of a layer, whose maps are shown
+_DPI = 76  # two figures of eight heads beside each other
+
+# Of what the report is made of, wherever it stands: a notebook's page around it has styles and colours of its own.
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1a1a1a; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
-th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; height: auto; background: white; } .row { display: flex; flex-wrap: wrap; gap: .5rem; }
-details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; } .note { color: #555; }
-@media (prefers-color-scheme: dark) {
-  body { background: #161616; color: #ddd; } td, th { border-color: #333; } .note { color: #999; }
+.multihead h2 { font-size: 1.15em; margin: 2em 0 .7em; }
+.multihead table { border-collapse: collapse; font-size: .87em; font-variant-numeric: tabular-nums; }
+.multihead th, .multihead td { padding: .15em .7em; text-align: right; border-bottom: 1px solid rgba(128,128,128,.4); }
+.multihead th:first-child, .multihead td:first-child { text-align: left; }
+.multihead .wide { overflow-x: auto; }
+.multihead img, .multihead svg { max-width: 100%; height: auto; }
+.multihead img { background: white; }
+.multihead svg { font-family: "DejaVu Sans", Verdana, system-ui, sans-serif; }
+.multihead svg image { image-rendering: pixelated; }
+.multihead .row { display: flex; flex-wrap: wrap; gap: 8px; }
+.multihead details { margin: .6em 0; }
+.multihead summary { cursor: pointer; font-weight: 600; margin-bottom: .4em; }
+.multihead .note { opacity: .8; }
+.multihead .bar { white-space: nowrap; }
+.multihead .scale { display: inline-block; width: 8em; height: .8em; vertical-align: baseline; }
+@media (max-width: 560px) { .multihead svg.map:not(.named) { width: calc(50% - 4px); } }
+@media print {
+  .multihead details::details-content { content-visibility: visible; height: auto; }
+  .multihead img, .multihead svg { break-inside: avoid; }
+  .multihead .scale { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
+"""
+# Of a page of its own. Paper is white: what is dark is dark on screens alone.
+_PAGE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1a1a1a;
+  background: white; }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
+@media screen and (prefers-color-scheme: dark) { body { background: #161616; color: #ddd; } }
 """
 _CAUTION = (
     "Weights say where a head reads, not what the model does with it, nor why it decided: a weight on a key whose "
@@ -43,11 +66,11 @@ def write_report(path: Path, records: Mapping[str, Record], tokens: Sequence[str
     Args:
         path: the HTML file.
         records: of the layers, by name.
-        tokens: names of the tokens, if all layers have the same.
+        tokens: names of the tokens, for the layers that have as many queries or keys.
         title: of the page.
 
     Raises:
-        ValueError: not one name for each token.
+        ValueError: no layer has a query or key for each name.
         OSError: the file can't be written.
         MissingPackage: there is no matplotlib here.
     """
@@ -57,41 +80,57 @@ def write_report(path: Path, records: Mapping[str, Record], tokens: Sequence[str
 
 
 def page(records: Mapping[str, Record], tokens: Sequence[str] | None, title: str) -> str:
-    """The report as HTML."""
+    """The report as a page."""
+    told = html.escape(title)
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<title>{told}</title><style>{_PAGE}</style></head>\n"
+        f"<body><h1>{told}</h1>\n{fragment(records, tokens)}</body></html>\n"
+    )
+
+
+def fragment(records: Mapping[str, Record], tokens: Sequence[str] | None) -> str:
+    """The report as a part of a page, whose styles are for itself alone."""
+    if tokens is not None and not any(len(tokens) in record.shape[-2:] for record in records.values()):
+        lengths = " or ".join(dict.fromkeys(str(size) for record in records.values() for size in record.shape[-2:]))
+        raise bad_value("tokens", f"a name for each of {lengths} tokens", f"{len(tokens)} of them")
     summary = summarize(records)
-    parts = [f"<h1>{html.escape(title)}</h1>", f"<p class=note>{_shapes(records)}</p>"]
-    budget = _MOST_BYTES
-    overviews = [_png(pictures.plot_overview(summary, column), 72) for column in _OVERVIEWS]
-    budget -= sum(map(len, overviews))
-    shown = "".join(_image(png, "one number of each head") for png in overviews)
-    parts.append(f"<h2>Heads</h2><div class=row>{shown}</div>")
-    parts.append(f"<details><summary>All numbers</summary>{_table(summary)}</details>")
-    told = "Queries down, keys across; grey is masked. Scale from 1e-4 to 1, logarithmic."
-    parts.append(f"<h2>Maps</h2><p class=note>{told}</p>")
+    overviews = [_png(pictures.plot_overview(summary, column)) for column in _OVERVIEWS]
+    shown = "".join(_image(png, f"{name} of each head") for png, name in zip(overviews, _OVERVIEWS, strict=True))
+    parts = [
+        f"<p class=note>{_shapes(records)}</p>",
+        f"<h2>Heads</h2><div class=row>{shown}</div>",
+        f"<details><summary>All numbers</summary><div class=wide>{_table(summary)}</div></details>",
+        f"<h2>Maps</h2><p>Queries down, keys across; grey is masked. Weights, logarithmic: {_scale()}</p>",
+    ]
+    budget = _MOST_BYTES - sum(map(len, overviews))
+    share = budget // len(records)
     left_out = []
-    for name, record in records.items():
-        drawn = _maps(record, tokens)
-        if len(drawn) > budget:
+    for i, (name, record) in enumerate(records.items()):
+        drawn = _maps(record, tokens, share)
+        size = sum(map(len, drawn))
+        if size > budget:
             left_out.append(name)
             continue
-        budget -= len(drawn)
-        opened = " open" if len(parts) == 5 else ""
+        budget -= size
         told = f"{html.escape(name or 'layer')}: {'first ' if record.shape[-3] > _MOST_HEADS else ''}heads"
-        parts.append(f"<details{opened}><summary>{told}</summary>{_image(drawn, 'maps of the heads')}</details>")
+        opened = "" if i else " open"
+        parts.append(f"<details{opened}><summary>{told}</summary><div class=row>{''.join(drawn)}</div></details>")
     if left_out:
         parts.append(f"<p class=note>Left out, as the file would be too large: {html.escape(', '.join(left_out))}.</p>")
     parts.append(f"<h2>What this does not say</h2><p>{html.escape(_CAUTION)}</p>")
     body = "\n".join(parts)
-    return (
-        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
-    )
+    return f"<div class=multihead><style>{_STYLE}</style>\n{body}\n</div>\n"
 
 
 def _shapes(records: Mapping[str, Record]) -> str:
-    lines = [f"{name or 'layer'}: {' x '.join(map(str, record.shape))}" for name, record in records.items()]
+    of_shapes: dict[str, list[str]] = {}
+    for name, record in records.items():
+        of_shapes.setdefault(" x ".join(map(str, record.shape)), []).append(name or "layer")
+    lines = [f"{shape} in {', '.join(names)}" for shape, names in of_shapes.items()]
     told = html.escape("; ".join(lines))
-    return f"Weights (batch, heads, queries, keys). Shown is the first row of the batch. {told}."
+    return f"Weights (batch, heads, queries, keys): {told}. Shown is the first row of the batch."
 
 
 def _table(summary: Summary) -> str:
@@ -105,32 +144,37 @@ def _table(summary: Summary) -> str:
     return f"<table><tr><th>layer</th><th>head</th>{head}</tr>{rows}</table>"
 
 
-def _maps(record: Record, tokens: Sequence[str] | None) -> bytes:
-    """The maps of a layer's heads, side by side, as PNG."""
-    from matplotlib.figure import Figure
+def _scale() -> str:
+    """The maps' colours, as a bar in a line of text."""
+    from matplotlib.colors import to_hex
 
-    heads = min(record.shape[-3], _MOST_HEADS)
-    across = min(4, heads)
-    down = -(-heads // across)
-    figure = Figure(figsize=(2.7 * across, 2.6 * down), layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False)
-    for head, ax in enumerate(grid.flat):
-        if head >= heads:
-            ax.set_axis_off()
-            continue
-        named = tokens if heads == 1 else None
-        pictures.plot_map(record, head, tokens=named, ax=ax, colorbar=False)
-        ax.set(title=f"head {head}", xlabel="", ylabel="")
-        ax.tick_params(labelsize="xx-small")
-    return _png(grid.flat[0], 80)
+    colors = pictures.colors_of("viridis")
+    stops = ", ".join(to_hex(colors(i / 8)) for i in range(9))
+    bar = f"<span class=scale style='background: linear-gradient(to right, {stops})'></span>"
+    return f"<span class=bar>{pictures.LEAST:g} or less {bar} 1</span>"
 
 
-def _png(ax: Any, dpi: int) -> bytes:
+def _maps(record: Record, tokens: Sequence[str] | None, share: int) -> list[str]:
+    """The maps of a layer's heads, with the tokens' names if all then take no more than so many bytes."""
+    heads = range(min(record.shape[-3], _MOST_HEADS))
+    L, S = record.shape[-2:]
+    weights, visible, block = pictures.maps_of(record, heads, 0, size=pictures.MOST_TOKENS)
+
+    def drawn(names: tuple[svg.Names, svg.Names]) -> list[str]:
+        return [svg.map_svg(weights[h], visible, block, (L, S), names, f"head {h}") for h in heads]
+
+    names = [str(token) for token in tokens] if tokens is not None and block == 1 else []
+    of_both = (names if len(names) == L else None, names if len(names) == S else None)
+    found = drawn(of_both)
+    return found if of_both == (None, None) or sum(map(len, found)) <= share else drawn((None, None))
+
+
+def _png(ax: Any) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     file = io.BytesIO()
     FigureCanvasAgg(ax.figure)
-    ax.figure.savefig(file, format="png", dpi=dpi)
+    ax.figure.savefig(file, format="png", dpi=_DPI)
     return base64.b64encode(file.getvalue())
 
 

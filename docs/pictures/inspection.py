@@ -1,0 +1,190 @@
+"""Makes the pictures of docs/inspection.md, and prints the numbers that it quotes. By the public interface alone.
+
+    python docs/pictures/inspection.py words words.txt
+    multihead train --text words.txt --chars --layers 2 --context 128 --steps 2500 --dropout 0 --threads 1 \
+        --out runs/words
+    multihead train --text tinyshakespeare.txt --chars --width 128 --context 128 --steps 2000 --dropout 0 --threads 1 \
+        --out runs/shakespeare
+
+    python docs/pictures/inspection.py heads runs/words runs/shakespeare
+    python docs/pictures/inspection.py sink runs/shakespeare
+    python docs/pictures/inspection.py collapse tinyshakespeare.txt
+
+Each takes seconds but the training, and writes beside this file unless --out says where else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from string import ascii_letters
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import multihead as mh
+from multihead.inspection import pictures
+from multihead.models.gpt import GPT, loss_of
+from multihead.training.tokenizers import tokenizer_from
+
+LENGTH = 20  # of a random word that is read twice
+PROMPT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:"
+
+
+def words(path: Path, lines: int = 30_000) -> None:
+    """A text to learn copying from: each line is a random word, twice. No letter comes twice in a word, so what came
+    after a letter before is what comes next; and no word comes again, so there is nothing to learn by heart."""
+    draw = random.Random(0)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(lines):
+            word = "".join(draw.sample(ascii_letters, draw.randint(8, 24)))
+            file.write(f"{word}{word}\n")
+
+
+def opened(run: Path) -> tuple[GPT, Any]:
+    """The model and the tokenizer of a run of `multihead train`."""
+    return GPT.load(run / "model.safetensors").eval(), tokenizer_from(run / "tokenizer.json")
+
+
+# An induction head ----------------------------------------------------------------------------------------------------
+
+
+def repeated(tokenizer: Any, rows: int = 64) -> Tensor:
+    """Random letters, twice: (rows, 2 LENGTH), after which no row has anything but itself to go by."""
+    letters = torch.tensor(tokenizer.encode(ascii_letters))
+    generator = torch.Generator().manual_seed(0)
+    once = [letters[torch.randperm(len(letters), generator=generator)[:LENGTH]] for _ in range(rows)]
+    return torch.stack(once).repeat(1, 2)
+
+
+def heads(runs: list[Path], out: Path) -> None:
+    """Each run's scores, and the maps of the first run's best head and of its worst in the same layer."""
+    for run in runs:
+        model, tokenizer = opened(run)
+        tokens = repeated(tokenizer)
+        with torch.no_grad(), mh.capture(model) as rec:
+            logits = model(tokens)
+        right = logits[:, :-1].argmax(-1) == tokens[:, 1:]
+        print(f"{run.name}: next letter right, first time {right[:, : LENGTH - 1].float().mean():.0%}, ", end="")
+        print(f"second time {right[:, LENGTH:].float().mean():.0%}")
+        scores = {name: record.pattern("induction", tokens).mean(0) for name, record in rec.items()}
+        for name, record in rec.items():
+            print(f"  {name}  induction {told(scores[name])}   previous {told(record.pattern('previous').mean(0))}")
+        if run != runs[0]:
+            continue
+        best = max(scores, key=lambda name: float(scores[name].max()))
+        names = [chr(tokenizer.spell(int(token))[0]) for token in tokens[0]]
+        pair = [int(scores[best].argmax()), int(scores[best].argmin())]
+        figure, axes = side_by_side(2, 8.6, 4.3)
+        for ax, head in zip(axes, pair, strict=True):
+            pictures.plot_map(rec[best], head, tokens=names, ax=ax, colorbar=head == pair[-1])
+            ax.set_title(f"{best}, head {head}: induction {scores[best][head]:.2f}")
+        save(figure, out / "induction.png")
+
+
+# A sink ---------------------------------------------------------------------------------------------------------------
+
+
+def sink(run: Path, out: Path) -> None:
+    """The weight of each head on the first token, and the map of the head that has most there."""
+    model, tokenizer = opened(run)
+    tokens = tokenizer.encode(PROMPT)
+    with torch.no_grad(), mh.capture(model) as rec:
+        model(torch.tensor([tokens]))
+    masses = {name: record.mass(0)[0].mean(-1) for name, record in rec.items()}
+    for name, record in rec.items():
+        norms = record.v[0].norm(dim=-1)  # (H, S)
+        share = norms[:, 0] / norms[:, 1:].mean(-1)
+        print(f"  {name}  first token {told(masses[name])}   its value, to others' {told(share)}")
+    best = max(masses, key=lambda name: float(masses[name].max()))
+    head = int(masses[best].argmax())
+    figure, (left, right) = side_by_side(2, 8.6, 3.9)
+    pictures.plot_map(rec[best], head, ax=left)
+    left.set_title(f"{best}, head {head}: {masses[best][head]:.2f} on the first token")
+    pictures.plot_received(rec[best], ax=right)
+    save(figure, out / "sink.png")
+
+
+# A collapse -----------------------------------------------------------------------------------------------------------
+
+
+def train(text: str, rate: float, steps: int = 150) -> dict[str, list[float]]:
+    """A small GPT's loss, normalised entropy and largest logit at each step."""
+    torch.manual_seed(0)
+    vocabulary = sorted(set(text))
+    tokens = torch.tensor([vocabulary.index(character) for character in text])
+    model = GPT(len(vocabulary), 64, 2, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    log: dict[str, list[float]] = {"loss": [], "entropy": [], "logit": []}
+    for _ in range(steps):
+        batch = tokens[torch.randint(len(tokens) - 64, (16, 1)) + torch.arange(65)]
+        with mh.capture(model, stats=("entropy", "visible_keys", "max_logit")) as rec:
+            loss = loss_of(model, batch[:, :-1], batch[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log["loss"].append(loss.item())
+        log["entropy"].append(min(record.entropy(normalized=True).nanmean().item() for record in rec.values()))
+        log["logit"].append(max(record.max_logit().max().item() for record in rec.values()))
+    return log
+
+
+def collapse(text: Path, out: Path) -> None:
+    """Two trainings that differ in the learning rate."""
+    read = text.read_text(encoding="utf-8")[:300_000]
+    figure, axes = side_by_side(3, 8.6, 2.7)
+    labels = {"entropy": "entropy / ln of the visible keys", "logit": "largest logit", "loss": "loss, nats"}
+    for rate, color in ((1e-3, "tab:blue"), (1e-1, "tab:red")):
+        log = train(read, rate)
+        for ax, name in zip(axes, labels, strict=True):
+            ax.plot(log[name], color=color, label=f"rate {rate:g}")
+        at = {step: ", ".join(f"{name} {log[name][step - 1]:.3g}" for name in labels) for step in (1, 10, 50, 150)}
+        print(f"learning rate {rate:g}:", *(f"  step {step}: {said}" for step, said in at.items()), sep="\n")
+    for ax, label in zip(axes, labels.values(), strict=True):
+        ax.set(xlabel="step", title=label)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1)
+    axes[0].legend(frameon=False)
+    axes[1].set_yscale("log")
+    save(figure, out / "collapse.png")
+
+
+# All of them ----------------------------------------------------------------------------------------------------------
+
+
+def told(numbers: Tensor) -> str:
+    """Of the heads."""
+    return " ".join(f"{number:.2f}" for number in numbers.tolist())
+
+
+def side_by_side(count: int, width: float, height: float) -> tuple[Any, Any]:
+    """A figure with panels in a row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, count)
+
+
+def save(figure: Any, path: Path) -> None:
+    """As PNG, small."""
+    figure.savefig(path, dpi=100)
+    print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("words", "heads", "sink", "collapse"))
+    parser.add_argument("paths", nargs="+", type=Path, help="The text to write, the runs, or the text to read.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="The folder for pictures.")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.what == "heads":
+        heads(given.paths, given.out)
+    else:
+        {"words": lambda path, _: words(path), "sink": sink, "collapse": collapse}[given.what](given.paths[0], given.out)
+
+
+if __name__ == "__main__":
+    main()
