@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -202,7 +202,7 @@ def test_the_maps_pixels_are_the_weights():
 
     made = record(L)
     weights, visible, block = maps_of(made, [2], 0, size=64)
-    drawn = map_svg(weights[0], visible, block, (L, L), (None, None), "head 2")
+    drawn = map_svg(weights[0], visible, block, (None, None), "head 2")
     source = re.findall(r"base64,([^']*)'", drawn)
     image = Image.open(io.BytesIO(base64.b64decode(source[0])))
     assert image.size == (L, L)

@@ -1,16 +1,16 @@
 """Makes the pictures of docs/inspection.md, and prints the numbers that it quotes. By the public interface alone.
 
     python docs/pictures/inspection.py words words.txt
-    multihead train --text words.txt --chars --layers 2 --context 128 --steps 2500 --dropout 0 --threads 1 \
+    multihead train --text words.txt --chars --layers 2 --context 128 --steps 1500 --dropout 0 --threads 1 \
         --out runs/words
-    multihead train --text tinyshakespeare.txt --chars --width 128 --context 128 --steps 2000 --dropout 0 --threads 1 \
+    multihead train --text tinyshakespeare.txt --chars --context 128 --steps 2000 --dropout 0 --threads 1 \
         --out runs/shakespeare
 
-    python docs/pictures/inspection.py heads runs/words runs/shakespeare
-    python docs/pictures/inspection.py sink runs/shakespeare
+    python docs/pictures/inspection.py induction runs/words runs/shakespeare
+    python docs/pictures/inspection.py sink runs/words runs/shakespeare
     python docs/pictures/inspection.py collapse tinyshakespeare.txt
 
-Each takes seconds but the training, and writes beside this file unless --out says where else.
+Numbers are of each run, pictures of the first. They are written beside this file unless --out says where else.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from multihead.inspection import pictures
 from multihead.models.gpt import GPT, loss_of
 from multihead.training.tokenizers import tokenizer_from
 
-LENGTH = 20  # of a random word that is read twice
+LENGTH = 16  # of a random word that is read twice
 PROMPT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:"
 
 
-def words(path: Path, lines: int = 30_000) -> None:
+def words(path: Path, lines: int = 20_000) -> None:
     """A text to learn copying from: each line is a random word, twice. No letter comes twice in a word, so what came
     after a letter before is what comes next; and no word comes again, so there is nothing to learn by heart."""
     draw = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(lines):
-            word = "".join(draw.sample(ascii_letters, draw.randint(8, 24)))
+            word = "".join(draw.sample(ascii_letters, draw.randint(10, 40)))
             file.write(f"{word}{word}\n")
 
 
@@ -52,59 +52,69 @@ def opened(run: Path) -> tuple[GPT, Any]:
 
 
 def repeated(tokenizer: Any, rows: int = 64) -> Tensor:
-    """Random letters, twice: (rows, 2 LENGTH), after which no row has anything but itself to go by."""
+    """Random letters, twice, (rows, 2 LENGTH): what comes is only to be known from what came."""
     letters = torch.tensor(tokenizer.encode(ascii_letters))
     generator = torch.Generator().manual_seed(0)
     once = [letters[torch.randperm(len(letters), generator=generator)[:LENGTH]] for _ in range(rows)]
     return torch.stack(once).repeat(1, 2)
 
 
-def heads(runs: list[Path], out: Path) -> None:
-    """Each run's scores, and the maps of the first run's best head and of its worst in the same layer."""
+def letters_of(tokenizer: Any, tokens: Tensor) -> list[str]:
+    """Names of tokens (T,)."""
+    return [tokenizer.spell(token).decode() for token in tokens.tolist()]
+
+
+def induction(runs: list[Path], out: Path) -> None:
+    """How much each head follows the pattern, and the maps of the best and of the worst of its layer."""
     for run in runs:
         model, tokenizer = opened(run)
         tokens = repeated(tokenizer)
         with torch.no_grad(), mh.capture(model) as rec:
-            logits = model(tokens)
-        right = logits[:, :-1].argmax(-1) == tokens[:, 1:]
-        print(f"{run.name}: next letter right, first time {right[:, : LENGTH - 1].float().mean():.0%}, ", end="")
-        print(f"second time {right[:, LENGTH:].float().mean():.0%}")
+            right = model(tokens)[:, :-1].argmax(-1) == tokens[:, 1:]
+        first, second = right[:, : LENGTH - 1].float().mean(), right[:, LENGTH:].float().mean()
+        print(f"{run.name}: the next letter is guessed in {first:.0%} the first time, {second:.0%} the second")
         scores = {name: record.pattern("induction", tokens).mean(0) for name, record in rec.items()}
         for name, record in rec.items():
-            print(f"  {name}  induction {told(scores[name])}   previous {told(record.pattern('previous').mean(0))}")
-        if run != runs[0]:
-            continue
-        best = max(scores, key=lambda name: float(scores[name].max()))
-        names = [chr(tokenizer.spell(int(token))[0]) for token in tokens[0]]
-        pair = [int(scores[best].argmax()), int(scores[best].argmin())]
-        figure, axes = side_by_side(2, 8.6, 4.3)
-        for ax, head in zip(axes, pair, strict=True):
-            pictures.plot_map(rec[best], head, tokens=names, ax=ax, colorbar=head == pair[-1])
-            ax.set_title(f"{best}, head {head}: induction {scores[best][head]:.2f}")
-        save(figure, out / "induction.png")
+            others = record.pattern("previous").mean(0), record.pattern("duplicate", tokens).mean(0)
+            print(f"  {name}  induction {told(scores[name])}  previous {told(others[0])}  duplicate {told(others[1])}")
+        if run == runs[0]:
+            best = max(scores, key=lambda name: float(scores[name].max()))
+            figure, axes = side_by_side(2, 8.8, 4.4)
+            for ax, head in zip(axes, (int(scores[best].argmax()), int(scores[best].argmin())), strict=True):
+                names = letters_of(tokenizer, tokens[0])
+                pictures.plot_map(rec[best], head, tokens=names, ax=ax, colorbar=ax is axes[-1])
+                ax.set_title(f"{best}, head {head}: induction {scores[best][head]:.2f}", fontsize="medium")
+            save(figure, out / "induction.png")
 
 
 # A sink ---------------------------------------------------------------------------------------------------------------
 
 
-def sink(run: Path, out: Path) -> None:
-    """The weight of each head on the first token, and the map of the head that has most there."""
-    model, tokenizer = opened(run)
-    tokens = tokenizer.encode(PROMPT)
-    with torch.no_grad(), mh.capture(model) as rec:
-        model(torch.tensor([tokens]))
-    masses = {name: record.mass(0)[0].mean(-1) for name, record in rec.items()}
-    for name, record in rec.items():
-        norms = record.v[0].norm(dim=-1)  # (H, S)
-        share = norms[:, 0] / norms[:, 1:].mean(-1)
-        print(f"  {name}  first token {told(masses[name])}   its value, to others' {told(share)}")
-    best = max(masses, key=lambda name: float(masses[name].max()))
-    head = int(masses[best].argmax())
-    figure, (left, right) = side_by_side(2, 8.6, 3.9)
-    pictures.plot_map(rec[best], head, ax=left)
-    left.set_title(f"{best}, head {head}: {masses[best][head]:.2f} on the first token")
-    pictures.plot_received(rec[best], ax=right)
-    save(figure, out / "sink.png")
+def sink(runs: list[Path], out: Path) -> None:
+    """The weight of each head on the first token, the map of the head that has most there, and what keys receive."""
+    for run in runs:
+        model, tokenizer = opened(run)
+        verse = set(PROMPT) <= set(letters_of(tokenizer, torch.arange(tokenizer.size)))
+        tokens = torch.tensor([tokenizer.encode(PROMPT)]) if verse else repeated(tokenizer)
+        with torch.no_grad(), mh.capture(model) as rec:
+            model(tokens)
+        print(f"{run.name}, {'a verse' if verse else 'random letters, twice'}: {tokens.shape[1]} tokens")
+        masses = {name: record.mass(0).mean((0, 2)) for name, record in rec.items()}
+        for name, record in rec.items():
+            norms = record.v.norm(dim=-1).mean(0)  # (H, S)
+            beside = norms[:, 0] / norms[:, 1:].mean(-1)
+            print(
+                f"  {name}  on the first token {told(masses[name])}  length of its value beside others' {told(beside)}"
+            )
+        if run == runs[0]:
+            best = max(masses, key=lambda name: float(masses[name].max()))
+            head = int(masses[best].argmax())
+            figure, (left, right) = side_by_side(2, 8.8, 4.0)
+            pictures.plot_map(rec[best], head, tokens=letters_of(tokenizer, tokens[0]), ax=left)
+            left.set_title(f"{best}, head {head}: {masses[best][head]:.2f} on the first token", fontsize="medium")
+            pictures.plot_received(rec[best], ax=right)
+            right.set_title(f"{best}", fontsize="medium")
+            save(figure, out / "sink.png")
 
 
 # A collapse -----------------------------------------------------------------------------------------------------------
@@ -175,15 +185,16 @@ def save(figure: Any, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("words", "heads", "sink", "collapse"))
-    parser.add_argument("paths", nargs="+", type=Path, help="The text to write, the runs, or the text to read.")
+    parser.add_argument("what", choices=("words", "induction", "sink", "collapse"))
+    parser.add_argument("paths", nargs="+", type=Path, help="The text to write, the runs, or the text to learn.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="The folder for pictures.")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    if given.what == "heads":
-        heads(given.paths, given.out)
+    if given.what == "words":
+        words(given.paths[0])
+    elif given.what == "collapse":
+        collapse(given.paths[0], given.out)
     else:
-        {"words": lambda path, _: words(path), "sink": sink, "collapse": collapse}[given.what](given.paths[0], given.out)
+        {"induction": induction, "sink": sink}[given.what](given.paths, given.out)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,8 @@ def _label(ax: Any, names: tuple[list[str] | None, list[str] | None]) -> None:
     families, missing = fonts_for("".join([*(of_queries or []), *(of_keys or [])]))
     text: dict[str, Any] = {"family": families, "parse_math": False, "fontsize": "x-small"}
     if of_keys is not None:
-        ax.set_xticks(range(len(of_keys)), shown(of_keys, missing), rotation=90, **text)
+        labels = shown(of_keys, missing)
+        ax.set_xticks(range(len(of_keys)), labels, rotation=90 if max(map(len, labels)) > 1 else 0, **text)
     if of_queries is not None:
         ax.set_yticks(range(len(of_queries)), shown(of_queries, missing), **text)
     ax.tick_params(length=0 if of_keys is not None else 3)

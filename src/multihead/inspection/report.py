@@ -161,7 +161,7 @@ def _maps(record: Record, tokens: Sequence[str] | None, share: int) -> list[str]
     weights, visible, block = pictures.maps_of(record, heads, 0, size=pictures.MOST_TOKENS)
 
     def drawn(names: tuple[svg.Names, svg.Names]) -> list[str]:
-        return [svg.map_svg(weights[h], visible, block, (L, S), names, f"head {h}") for h in heads]
+        return [svg.map_svg(weights[h], visible, block, names, f"head {h}") for h in heads]
 
     names = [str(token) for token in tokens] if tokens is not None and block == 1 else []
     of_both = (names if len(names) == L else None, names if len(names) == S else None)

@@ -26,16 +26,13 @@ _TITLE = 20  # pixels
 Names = Sequence[str] | None
 
 
-def map_svg(
-    values: Tensor, visible: Tensor, block: int, lengths: tuple[int, int], names: tuple[Names, Names], title: str
-) -> str:
+def map_svg(values: Tensor, visible: Tensor, block: int, names: tuple[Names, Names], title: str) -> str:
     """A map as `pictures.maps_of` gives it.
 
     Args:
         values: (n, m), of one head.
         visible: (n, m), bool; the rest is grey.
         block: how many tokens a row and a column are.
-        lengths: L queries and S keys.
         names: of the queries and the keys; None: numbers. Only where block is 1.
         title: above it.
     """
@@ -44,9 +41,10 @@ def map_svg(
     of_queries = _labels(names[0], range(0, n, max(1, n // 6)), block)
     of_keys = _labels(names[1], range(0, m, max(1, m // 3)), block)  # fewer: numbers lie side by side
     left, below = (_GAP * 2 + _CHARACTER * max(map(len, labels.values())) for labels in (of_queries, of_keys))
-    below = 16 if names[1] is None else below
+    flat = names[1] is None or max(map(len, of_keys.values())) == 1
     rows = "".join(_text(-_GAP, (i + 0.5) * height / n + 3.5, label) for i, label in of_queries.items())
-    if names[1] is None:
+    if flat:
+        below = 16
         across = "".join(_text((j + 0.5) * width / m, height + 12, label) for j, label in of_keys.items())
         columns = f"<g text-anchor=middle>{across}</g>"
     else:
