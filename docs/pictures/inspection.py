@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from string import ascii_letters
 from typing import Any
@@ -59,6 +60,31 @@ def repeated(tokenizer: Any, rows: int = 64) -> Tensor:
     return torch.stack(once).repeat(1, 2)
 
 
+@torch.no_grad()
+def guessed(model: GPT, tokens: Tensor, without: tuple[str, int, str] | None = None) -> tuple[float, float]:
+    """How often the likeliest letter is the next one, the first time and the second.
+
+    Args:
+        model: guesses.
+        tokens: as `repeated` gives them.
+        without: a layer, its head that is taken out, and what its output is replaced by, "zero" or "mean": its own over
+            all tokens, so that what is the same for all of them stays.
+    """
+
+    def replace(_: Any, given: tuple[Tensor]) -> tuple[Tensor]:  # what comes in at the layer's last projection
+        parts = list(given[0].chunk(model.config["heads"], -1))
+        mean = parts[head].mean((0, 1), keepdim=True) if by == "mean" else torch.zeros(())
+        parts[head] = mean.expand_as(parts[head])
+        return (torch.cat(parts, -1),)
+
+    with ExitStack() as stack:
+        if without is not None:
+            layer, head, by = without
+            stack.enter_context(model.get_submodule(layer).out_proj.register_forward_pre_hook(replace))
+        right = (model(tokens)[:, :-1].argmax(-1) == tokens[:, 1:]).float()
+    return right[:, : LENGTH - 1].mean().item(), right[:, LENGTH:].mean().item()
+
+
 def letters_of(tokenizer: Any, tokens: Tensor) -> list[str]:
     """Names of tokens (T,)."""
     return [tokenizer.spell(token).decode() for token in tokens.tolist()]
@@ -69,15 +95,19 @@ def induction(runs: list[Path], out: Path) -> None:
     for run in runs:
         model, tokenizer = opened(run)
         tokens = repeated(tokenizer)
-        with torch.no_grad(), mh.capture(model) as rec:
-            right = model(tokens)[:, :-1].argmax(-1) == tokens[:, 1:]
-        first, second = right[:, : LENGTH - 1].float().mean(), right[:, LENGTH:].float().mean()
+        with mh.capture(model) as rec:
+            first, second = guessed(model, tokens)
         print(f"{run.name}: the next letter is guessed in {first:.0%} the first time, {second:.0%} the second")
         scores = {name: record.pattern("induction", tokens).mean(0) for name, record in rec.items()}
         for name, record in rec.items():
             others = record.pattern("previous").mean(0), record.pattern("duplicate", tokens).mean(0)
             print(f"  {name}  induction {told(scores[name])}  previous {told(others[0])}  duplicate {told(others[1])}")
         if run == runs[0]:
+            for by, called in (("mean", "its mean"), ("zero", "zeros")):
+                print(f"  guessed the second time with {called} in place of one head's output:")
+                for name, found in scores.items():
+                    said = (f"{guessed(model, tokens, (name, head, by))[1]:.0%}" for head in range(len(found)))
+                    print(f"  {name}  {', '.join(said)}")
             best = max(scores, key=lambda name: float(scores[name].max()))
             figure, axes = side_by_side(2, 8.8, 4.4)
             for ax, head in zip(axes, (int(scores[best].argmax()), int(scores[best].argmin())), strict=True):
@@ -153,7 +183,8 @@ def collapse(text: Path, out: Path) -> None:
         at = {step: ", ".join(f"{name} {log[name][step - 1]:.3g}" for name in labels) for step in (1, 10, 50, 150)}
         print(f"learning rate {rate:g}:", *(f"  step {step}: {said}" for step, said in at.items()), sep="\n")
     for ax, label in zip(axes, labels.values(), strict=True):
-        ax.set(xlabel="step", title=label)
+        ax.set_title(label, fontsize="medium")
+        ax.set_xlabel("step")
         ax.grid(alpha=0.3)
     axes[0].set_ylim(0, 1)
     axes[0].legend(frameon=False)
