@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import html
-import io
+import math
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -77,14 +79,23 @@ def _text(x: float, y: float, label: str) -> str:
 def _image(values: Tensor, visible: Tensor) -> str:
     """A pixel for each weight, as PNG, with the weights' logarithms as indices into the colours."""
     from matplotlib.colors import to_rgb
-    from PIL import Image  # matplotlib's own writer of images; it has no place for a palette
 
     colors = colors_of("viridis")
-    steps = 1 - values.clamp(LEAST, 1).log() / torch.tensor(LEAST).log()  # from 0 to 1
+    steps = 1 - values.clamp(LEAST, 1).log() / math.log(LEAST)  # from 0 to 1
     indices = (1 + (254 * steps).round()).masked_fill(~visible, 0).to(torch.uint8)
     palette = [to_rgb(MASKED), *(colors(i / 254)[:3] for i in range(255))]
-    image = Image.frombytes("P", (values.shape[1], values.shape[0]), bytes(indices.flatten().tolist()))
-    image.putpalette([round(255 * part) for color in palette for part in color])
-    file = io.BytesIO()
-    image.save(file, "png", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    rows = b"".join(b"\0" + bytes(row) for row in indices.tolist())  # each with its filter before it: none
+    whole = b"\x89PNG\r\n\x1a\n" + b"".join(
+        _chunk(kind, data)
+        for kind, data in (
+            (b"IHDR", struct.pack(">IIBBBBB", *reversed(values.shape), 8, 3, 0, 0, 0)),  # 8 bits, with a palette
+            (b"PLTE", bytes(round(255 * part) for color in palette for part in color)),
+            (b"IDAT", zlib.compress(rows, 9)),
+            (b"IEND", b""),
+        )
+    )
+    return f"data:image/png;base64,{base64.b64encode(whole).decode()}"
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
