@@ -130,7 +130,7 @@ def _shapes(records: Mapping[str, Record]) -> str:
         of_shapes.setdefault(" x ".join(map(str, record.shape)), []).append(name or "layer")
     lines = [f"{shape} in {', '.join(names)}" for shape, names in of_shapes.items()]
     told = html.escape("; ".join(lines))
-    return f"Weights (batch, heads, queries, keys): {told}. Shown is the first row of the batch."
+    return f"Weights (batch, heads, queries, keys): {told}. Numbers are of the whole batch, maps of its first row."
 
 
 def _table(summary: Summary) -> str:
