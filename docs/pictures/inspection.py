@@ -102,6 +102,9 @@ def induction(runs: list[Path], out: Path) -> None:
         for name, record in rec.items():
             others = record.pattern("previous").mean(0), record.pattern("duplicate", tokens).mean(0)
             print(f"  {name}  induction {told(scores[name])}  previous {told(others[0])}  duplicate {told(others[1])}")
+            print(
+                f"  {'':{len(name)}}  entropy / ln of the keys {told(record.entropy(normalized=True).nanmean((0, 2)))}"
+            )
         if run == runs[0]:
             for by, called in (("mean", "its mean"), ("zero", "zeros")):
                 print(f"  guessed the second time with {called} in place of one head's output:")
