@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 
 
 class MissingPackage(ImportError):
     """A package that something asked for needs is not installed."""
+
+
+def has(name: str) -> bool:
+    """Whether a package is installed."""
+    return importlib.util.find_spec(name) is not None
 
 
 def need(name: str, extra: str, what_for: str) -> ModuleType:

@@ -10,7 +10,6 @@ _STYLE = """
 .multihead h2 { font-size: 1.15em; margin: 2em 0 .7em; }
 .multihead table { border-collapse: collapse; font-size: .87em; font-variant-numeric: tabular-nums; }
 .multihead th, .multihead td { padding: .15em .7em; text-align: right; border-bottom: 1px solid rgba(128,128,128,.4); }
-.multihead th:first-child, .multihead td:first-child { text-align: left; }
 .multihead td.text, .multihead th.text { text-align: left; }
 .multihead .wide { overflow-x: auto; }
 .multihead img, .multihead svg { max-width: 100%; height: auto; }
@@ -55,12 +54,22 @@ def fragment(parts: Sequence[str], style: str = "") -> str:
     return f"<div class=multihead><style>{_STYLE}{style}</style>\n{body}\n</div>\n"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """A table of texts, whose first `texts` columns are words and the others numbers."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1, told: Sequence[str] = ()) -> str:
+    """A table.
 
-    def line(cells: Sequence[str], tag: str) -> str:
-        kinds = (" class=text" if i < texts else "" for i in range(len(cells)))
-        return "".join(f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+    Args:
+        head: names of the columns.
+        rows: the cells' texts.
+        texts: how many columns, the first, are words; the others are numbers.
+        told: what a browser says of each column when it is pointed at.
+    """
+
+    def line(cells: Sequence[str], tag: str, titles: Sequence[str] = ()) -> str:
+        made = []
+        for i, cell in enumerate(cells):
+            title = f" title='{html.escape(titles[i])}'" if titles and titles[i] else ""
+            made.append(f"<{tag}{' class=text' if i < texts else ''}{title}>{html.escape(cell)}</{tag}>")
+        return "".join(made)
 
     body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    return f"<div class=wide><table><tr>{line(head, 'th')}</tr>{body}</table></div>"
+    return f"<div class=wide><table><tr>{line(head, 'th', told)}</tr>{body}</table></div>"

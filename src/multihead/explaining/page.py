@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import base64
 import html
-import importlib.util
 import io
 
 from multihead import web
 from multihead.explaining.costs import binary, decimal
 from multihead.explaining.explanation import Explanation, span
+from multihead.packages import has
 
 
 def page(found: Explanation) -> str:
     """A page of its own, with the roofline plot where there is matplotlib."""
-    return web.page(found.subject, fragment(found, with_plot=importlib.util.find_spec("matplotlib") is not None))
+    return web.page(found.subject, fragment(found, with_plot=has("matplotlib")))
 
 
 def fragment(found: Explanation, with_plot: bool = False) -> str:

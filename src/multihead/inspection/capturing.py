@@ -20,6 +20,7 @@ from multihead.inspection.rollout import rollout
 from multihead.inspection.statistics import check_names
 from multihead.inspection.summary import Summary, summarize
 from multihead.inspection.watched import Chosen, layers_of, watched
+from multihead.packages import has
 from multihead.watching import Seen
 
 
@@ -96,8 +97,10 @@ class Capture(Mapping[str, Record]):
         """
         write_report(Path(path), self._ran(), tokens, title)
 
-    def _repr_html_(self) -> str:
-        return fragment(self._ran(), None)
+    def _repr_html_(self) -> str | None:
+        """Of a notebook; None: it shows the text."""
+        can = len(self) and all(record.is_whole for record in self.values()) and has("matplotlib")
+        return fragment(self._ran(), None) if can else None
 
     def _ran(self) -> dict[str, Record]:
         if not len(self):

@@ -58,6 +58,11 @@ class ExactWeights:
         return f"Record({name}{', '.join(map(str, self.shape))}{held})"
 
     @property
+    def is_whole(self) -> bool:
+        """Whether q and k are here, of which everything can be made."""
+        return self._call is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it holds."""
         return sum(t.numel() * t.element_size() for t in self.held())

@@ -16,6 +16,7 @@ from multihead.inspection.exact import ExactWeights
 from multihead.inspection.picking import chosen, listed, spans
 from multihead.inspection.walk import keys_of, rows_at_once, walk
 from multihead.kernels import native
+from multihead.packages import has
 from multihead.request import Request
 
 _PATTERNS = ("previous", "duplicate", "induction")
@@ -49,6 +50,14 @@ class Record(ExactWeights):
     Raises:
         ValueError, TypeError: as `attention`.
     """
+
+    def _repr_html_(self) -> str | None:
+        """Of a notebook; None: it shows the text."""
+        if not self.is_whole or not has("matplotlib"):
+            return None
+        from multihead.inspection.report import of_record  # it draws records
+
+        return of_record(self)
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each query and their keys: both (*batch, H, L, k), the largest first.

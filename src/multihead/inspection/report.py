@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from multihead import web
 from multihead.errors import bad_value
 from multihead.inspection import pictures, svg
 from multihead.inspection.record import Record
@@ -21,37 +22,14 @@ _MOST_BYTES = 900_000  # of pictures, so that the file stays below 1 MiB
 _MOST_HEADS = 16  # of a layer, whose maps are shown
 _DPI = 76  # two figures of eight heads beside each other
 
-# Of what the report is made of, wherever it stands: a notebook's page around it has styles and colours of its own.
+_READING = "Queries down, keys across; grey is masked. Weights, logarithmic:"
 _STYLE = """
-.multihead h2 { font-size: 1.15em; margin: 2em 0 .7em; }
-.multihead table { border-collapse: collapse; font-size: .87em; font-variant-numeric: tabular-nums; }
-.multihead th, .multihead td { padding: .15em .7em; text-align: right; border-bottom: 1px solid rgba(128,128,128,.4); }
-.multihead th:first-child, .multihead td:first-child { text-align: left; }
-.multihead .wide { overflow-x: auto; }
-.multihead img, .multihead svg { max-width: 100%; height: auto; }
-.multihead img { background: white; }
 .multihead svg { font-family: "DejaVu Sans", Verdana, system-ui, sans-serif; }
 .multihead svg image { image-rendering: pixelated; }
-.multihead .row { display: flex; flex-wrap: wrap; gap: 8px; }
-.multihead details { margin: .6em 0; }
-.multihead summary { cursor: pointer; font-weight: 600; margin-bottom: .4em; }
-.multihead .note { opacity: .8; }
 .multihead .bar { white-space: nowrap; }
 .multihead .scale { display: inline-block; width: 8em; height: .8em; vertical-align: baseline; }
 @media (max-width: 560px) { .multihead svg.map:not(.named) { width: calc(50% - 4px); } }
-@media print {
-  .multihead details::details-content { content-visibility: visible; height: auto; }
-  .multihead img, .multihead svg { break-inside: avoid; }
-  .multihead .scale { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-}
-"""
-# Of a page of its own. Paper is white: what is dark is dark on screens alone.
-_PAGE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1a1a1a;
-  background: white; }
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
-@media screen and (prefers-color-scheme: dark) { body { background: #161616; color: #ddd; } }
+@media print { .multihead .scale { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 _CAUTION = (
     "Weights say where a head reads, not what the model does with it, nor why it decided: a weight on a key whose "
@@ -75,19 +53,8 @@ def write_report(path: Path, records: Mapping[str, Record], tokens: Sequence[str
         MissingPackage: there is no matplotlib here.
     """
     need("matplotlib", "plot", "a report with pictures")
-    text = page(records, tokens, title)
+    text = web.page(title, fragment(records, tokens))
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-
-
-def page(records: Mapping[str, Record], tokens: Sequence[str] | None, title: str) -> str:
-    """The report as a page."""
-    told = html.escape(title)
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{told}</title><style>{_PAGE}</style></head>\n"
-        f"<body><h1>{told}</h1>\n{fragment(records, tokens)}</body></html>\n"
-    )
 
 
 def fragment(records: Mapping[str, Record], tokens: Sequence[str] | None) -> str:
@@ -101,8 +68,8 @@ def fragment(records: Mapping[str, Record], tokens: Sequence[str] | None) -> str
     parts = [
         f"<p class=note>{_shapes(records)}</p>",
         f"<h2>Heads</h2><div class=row>{shown}</div>",
-        f"<details><summary>All numbers</summary><div class=wide>{_table(summary)}</div></details>",
-        f"<h2>Maps</h2><p>Queries down, keys across; grey is masked. Weights, logarithmic: {_scale()}</p>",
+        f"<details><summary>All numbers</summary>{_table(summary)}</details>",
+        f"<h2>Maps</h2><p>{_READING} {_scale()}</p>",
     ]
     budget = _MOST_BYTES - sum(map(len, overviews))
     share = budget // len(records)
@@ -120,8 +87,19 @@ def fragment(records: Mapping[str, Record], tokens: Sequence[str] | None) -> str
     if left_out:
         parts.append(f"<p class=note>Left out, as the file would be too large: {html.escape(', '.join(left_out))}.</p>")
     parts.append(f"<h2>What this does not say</h2><p>{html.escape(_CAUTION)}</p>")
-    body = "\n".join(parts)
-    return f"<div class=multihead><style>{_STYLE}</style>\n{body}\n</div>\n"
+    return web.fragment(parts, _STYLE)
+
+
+def of_record(record: Record) -> str:
+    """One call as a part of a page: numbers and maps of its heads."""
+    records = {record.name: record}
+    parts = [
+        f"<p class=note>{_shapes(records)}</p>",
+        _table(summarize(records)),
+        f"<p>{_READING} {_scale()}</p>",
+        f"<div class=row>{''.join(_maps(record, None, 0))}</div>",
+    ]
+    return web.fragment(parts, _STYLE)
 
 
 def _shapes(records: Mapping[str, Record]) -> str:
@@ -134,14 +112,8 @@ def _shapes(records: Mapping[str, Record]) -> str:
 
 
 def _table(summary: Summary) -> str:
-    head = "".join(f"<th title='{html.escape(told)}'>{html.escape(name)}</th>" for name, told in COLUMNS.items())
-    rows = "".join(
-        f"<tr><td>{html.escape(row['layer'])}</td><td>{row['head']}</td>"
-        + "".join(f"<td>{row[name]:.3f}</td>" for name in COLUMNS)
-        + "</tr>"
-        for row in summary.rows
-    )
-    return f"<table><tr><th>layer</th><th>head</th>{head}</tr>{rows}</table>"
+    rows = [[row["layer"], str(row["head"]), *(f"{row[name]:.3f}" for name in COLUMNS)] for row in summary.rows]
+    return web.table(["layer", "head", *COLUMNS], rows, told=["", "", *COLUMNS.values()])
 
 
 def _scale() -> str:
