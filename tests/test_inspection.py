@@ -78,6 +78,13 @@ def test_weights_and_statistics_are_those_of_the_definition(chunk, way, monkeypa
         assert torch.equal(counts.sum(-1), visible.nan_to_num().sum(-1)), told
 
 
+def test_one_row_of_a_mask_that_is_the_same_for_all_keys():
+    table = torch.tensor([True, False, True])[:, None]
+    record, want = small(L=3, mask=table)
+    for i in range(3):
+        close(record.row(i), want[..., i, :])
+
+
 def test_max_logit():
     for options in ({}, {"scale": 3.0}, {"softcap": 0.3}, {"bias": torch.linspace(-3, 3, 9)[None]}):
         record, _ = small(mask=mh.causal(), **options)

@@ -80,8 +80,8 @@ def walk(request: Request, sinks: Tensor | None, size: int, rows: slice = slice(
 
 
 def _block(request: Request, sinks: Tensor | None, rows: slice, keys: Tensor) -> Block:
-    columns, hides = _columns(request, rows)
-    scores, visible = _scores(request, rows, columns, keys[..., columns], hides)
+    columns, seen = _columns(request, rows)
+    scores, visible = _scores(request, rows, columns, keys[..., columns], seen)
     top = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     below = scores.sub_(top.masked_fill(top == -math.inf, 0.0)[..., None]).clamp_(min=_FAR)
     weights = below.exp()
@@ -93,8 +93,11 @@ def _block(request: Request, sinks: Tensor | None, rows: slice, keys: Tensor) ->
     return Block(rows, columns, weights, below, top, log_total, visible)
 
 
-def _scores(request: Request, rows: slice, columns: slice, keys: Tensor, hides: bool) -> tuple[Tensor, Tensor | None]:
-    """The scores of a rectangle (B, H, r, c), -inf where hidden, and what is visible. keys are (B, K, D, c)."""
+def _scores(
+    request: Request, rows: slice, columns: slice, keys: Tensor, visible: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The scores of a rectangle (B, H, r, c), -inf where hidden, and what is visible, by the mask (`visible`) and the
+    bias. keys are (B, K, D, c)."""
     B, H, K, _, _, D, _ = request.sizes
     r = rows.stop - rows.start
     q = request.q[:, :, rows].to(keys.dtype)
@@ -106,7 +109,6 @@ def _scores(request: Request, rows: slice, columns: slice, keys: Tensor, hides: 
     scores = (q.reshape(B, K, H // K * r, D) @ keys).view(B, H, r, keys.shape[-1])
     if request.softcap is not None:
         scores = request.softcap * torch.tanh(scores / request.softcap)
-    visible = request.visible(rows, columns) if hides else None
     added = request.added(rows, columns)
     if added is not None:
         scores = scores + added.to(scores.dtype)
@@ -123,19 +125,33 @@ def keys_of(request: Request, columns: slice, lse: Tensor) -> Tensor:
     NaN for queries that see nothing."""
     with torch.autocast(request.q.device.type, enabled=False):
         keys = request.k[:, :, columns].to(lse.dtype).transpose(-1, -2)
-        scores, _ = _scores(request, slice(0, request.sizes.L), columns, keys, request.mask is not None)
+        rows = slice(0, request.sizes.L)
+        scores, _ = _scores(request, rows, columns, keys, request.visible(rows, columns))
         return (scores - lse.masked_fill(lse == -math.inf, math.nan)[..., None]).exp()
 
 
-def _columns(request: Request, rows: slice) -> tuple[slice, bool]:
-    """The keys from the first to the last that some query of a block may see, and whether a mask hides any of them."""
-    S = request.sizes.S
+def _columns(request: Request, rows: slice) -> tuple[slice, Tensor | None]:
+    """The keys from the first to the last that some query of a block may see, and what the mask leaves visible of them:
+    None = all."""
+    every = slice(0, request.sizes.S)
+    if rows.stop - rows.start == 1:  # of one query the mask itself is quicker than its bounds
+        visible = request.visible(rows, every)
+        if visible is None:
+            return every, None
+        visible = visible.expand(*visible.shape[:-1], every.stop)  # a table may be the same for all keys
+        columns = _span(visible.flatten(0, 2), 1, every)
+        return columns, visible[..., columns]
     bounds = request.bounds(rows.stop - rows.start, _CELL, rows)
     if bounds is None:
-        return slice(0, S), False
-    seen = bounds.some.flatten(0, 1).any(0).nonzero()[:, 0]
-    if not len(seen):
-        return slice(0, 0), True
-    first, last = int(seen[0]), int(seen[-1])
-    every = bool(bounds.every[..., first : last + 1].all())
-    return slice(first * _CELL, min(S, (last + 1) * _CELL)), not every
+        return every, None
+    columns = _span(bounds.some.flatten(0, 1), _CELL, every)
+    cells = slice(columns.start // _CELL, -(-columns.stop // _CELL))
+    return columns, None if bounds.every[..., cells].all() else request.visible(rows, columns)
+
+
+def _span(seen: Tensor, size: int, every: slice) -> slice:
+    """From the first to the last that anybody sees of (n, cells), where a cell is `size` keys."""
+    found = seen.any(0).nonzero()[:, 0]
+    if not len(found):
+        return slice(0, 0)
+    return slice(int(found[0]) * size, min(every.stop, (int(found[-1]) + 1) * size))
