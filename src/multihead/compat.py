@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from multihead.attention import attention
 from multihead.cache import KVCache
 from multihead.errors import bad_type, bad_value, check_size, is_int, is_number
+from multihead.kernels.lazy import LazyWeights
 from multihead.layouts import Ragged, without_padding
 from multihead.masks import Mask, as_mask, window
 from multihead.options import Positions, check_flags, split_positions
@@ -265,8 +266,10 @@ class MultiheadAttention(TorchInputs, TorchMultiheadAttention):  # type: ignore[
         if isinstance(layouts[0], Ragged):
             out = layouts[0].nested(out)
             weights = None if weights is None else layouts[0].only_tokens(weights)
+        if weights is None or isinstance(weights, LazyWeights):  # which come in the dtype of the output
+            return out, weights
         dtype = out.real.dtype if out.is_complex() else out.dtype
-        return out, weights if weights is None or weights.dtype == dtype else weights.to(dtype)
+        return out, weights if weights.dtype == dtype else weights.to(dtype)
 
     def attend(
         self,

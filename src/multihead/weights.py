@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,8 +99,6 @@ def attention_with_weights(
     Where the native kernel can't run it, the mean is made together with the output if that pays, which may then differ
     from that of `attention` by rounding; if it is not lazy. Args: `look`; else as of `attention`, as are the errors.
     """
-    options: dict[str, Any] = {"bias": bias, "scale": scale, "softcap": softcap}
-    options |= {"q_positions": q_positions, "k_positions": k_positions}
     q, k, v, _, without = from_autocast(q, k, v)
     with without:
         request = make_request(
@@ -115,13 +113,18 @@ def attention_with_weights(
         plan = Plan(look.average, shape, request.q.dtype if lazy else wide, lazy)
         out, weights = (None, None) if sinks is not None else _together(request, plan)
         if out is None:
-            out = attention(q, k, v, mask, dropout=dropout, sinks=sinks, **options)
+            out = attention(
+                q, k, v, mask, bias=bias, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks,
+                q_positions=q_positions, k_positions=k_positions,
+            )  # fmt: skip
         else:
-            out = in_dtype(q.dtype, out).reshape(*q.shape[:-1], v.shape[-1])
+            out = in_dtype(q.dtype, out)
+            out = out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
         if weights is None:
             alone = _without_values(q, k, mask, bias, scale, softcap, q_positions, k_positions)
             weights = (_later if lazy else _now)(alone, plan, sinks)
-    return out, weights.reshape(shape) if weights.shape != shape else weights
+    # What is computed later has its shape, and asking for it takes longer than all of this.
+    return out, weights if lazy or weights.shape == shape else weights.reshape(shape)
 
 
 def _may_wait(request: Request) -> bool:

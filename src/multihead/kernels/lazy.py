@@ -154,12 +154,13 @@ def weights_of(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         weights: Tensor = _Weights.apply(plan, make, define, len(inputs), *inputs, *watched)
         return weights
-    return _given(plan, make, inputs, watched)
+    return unrecorded(plan, make, inputs, watched)
 
 
-def _given(
+def unrecorded(
     plan: Plan, make: Callable[[], Tensor], inputs: Sequence[Tensor | None], watched: Sequence[Tensor]
 ) -> Tensor:
+    """As `weights_of`, without a gradient: for who gives it to them."""
     q = inputs[0]
     assert q is not None
     if not plan.lazy:
@@ -179,6 +180,20 @@ def _given(
     return LazyWeights(make_later, plan.shape, plan.dtype, q.device)
 
 
+def gradients(
+    plan: Plan, define: Callable[..., Attended], inputs: Sequence[Tensor | None], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """To q, k, the bias and other inputs of `define`, from that of weights as they were given."""
+    q, k = inputs[:2]
+    assert q is not None
+    assert k is not None
+    (B, H, L, _), S = q.shape, k.shape[2]
+    grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    if plan.average:
+        grad = (grad.reshape(B, 1, L, S) / H).expand(B, H, L, S)
+    return differentiable_gradients(define, inputs, (None, grad.reshape(B, H, L, S), None))
+
+
 class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -191,16 +206,10 @@ class _Weights(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.plan, ctx.define, ctx.count = plan, define, count
-        return _given(plan, make, tensors[:count], [t for t in tensors[count:] if t is not None])
+        return unrecorded(plan, make, tensors[:count], [t for t in tensors[count:] if t is not None])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         saved = ctx.saved_tensors  # once: torch.utils.checkpoint makes them anew each time
-        inputs = saved[: ctx.count]
-        q: Tensor = inputs[0]
-        (B, H, L, _), S = q.shape, inputs[1].shape[2]
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        if ctx.plan.average:
-            grad = (grad.reshape(B, 1, L, S) / H).expand(B, H, L, S)
-        found = differentiable_gradients(ctx.define, inputs, (None, grad.reshape(B, H, L, S), None))
+        found = gradients(ctx.plan, ctx.define, saved[: ctx.count], grad)
         return None, None, None, None, *found, *(None,) * (len(saved) - ctx.count)

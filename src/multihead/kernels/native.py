@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from multihead.cache_format import Stored
 from multihead.kernels import library
 from multihead.kernels.autograd import differentiable_gradients, needs_definition, transform_refusals
-from multihead.kernels.lazy import Plan, weights_of
+from multihead.kernels.lazy import Plan, gradients, unrecorded
 from multihead.kernels.native_shapes import GRAD_BIAS, GRAD_KV, GRAD_Q, STATISTICS
 from multihead.kernels.philox import dropout_mask
 from multihead.kernels.postfix import as_postfix
@@ -104,8 +104,7 @@ def run(request: Request) -> tuple[Tensor, Tensor | None]:
     if request.is_plain and not request.needs_grad:  # the fewest arguments, for calls that take some microseconds
         out, lse, _, _ = torch.ops.multihead.forward.default(request.q, request.k, request.v, scale=request.scale)
         return out, lse
-    out, lse, _ = _attend(request, *_scores(request), wants_state=False)
-    return out, lse
+    return _attend(request, *_scores(request))
 
 
 def can_read(q: Tensor, held: Stored) -> bool:
@@ -128,18 +127,17 @@ def attend_with_weights(request: Request, plan: Plan) -> tuple[Tensor, Tensor]:
     """out (B, H, L, V), the same as of `run`, and the weights before dropout. A gradient that comes in through the
     weights goes by the definition."""
     bias, scores = _scores(request)
-    out, _, state = _attend(request, bias, scores, wants_state=True)
-    q, k, shell = request.q, request.k, _shell(request)
+    q, k, v = request.q, request.k, request.v
+    if _records(request, bias):
+        out, _, _, weights = _NativeWithWeights.apply(plan, *_arguments(request, bias, scores))
+        return out, weights
+    out, _, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, True)
 
     def make() -> Tensor:
         return torch.ops.multihead.weights.default(state, q, k, k, bias, *scores, plan.average)
 
-    def define(q: Tensor, k: Tensor, bias: Tensor | None) -> Attended:
-        return _define(shell, None, q, k, k[..., :1], bias)
-
     watched = [t for t in (scores.slopes, scores.q_positions, scores.k_positions, *scores.tables) if t is not None]
-    watched += _originals(request, scores)
-    return out, weights_of(plan, make, define, (q, k, bias), watched)
+    return out, unrecorded(plan, make, (q, k, bias), [*watched, *_originals(request, scores)])
 
 
 @torch.no_grad()
@@ -163,25 +161,33 @@ def statistics(request: Request, sinks: Tensor | None, names: Collection[str]) -
     return {name: found[name] if name in of_keys else found[name].masked_fill(blind, math.nan) for name in names}
 
 
-def _attend(request: Request, bias: Tensor | None, scores: _Scores, wants_state: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B,H,L,V), lse (B,H,L), and of each row what the weights are made of, (2,B,H,L)."""
+def _attend(request: Request, bias: Tensor | None, scores: _Scores) -> tuple[Tensor, Tensor]:
+    """out (B,H,L,V), lse (B,H,L)."""
     q, k, v = request.q, request.k, request.v
     if not _records(request, bias):
-        out, lse, state, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores, wants_state)
-        return out, lse, state
+        out, lse, _, _ = torch.ops.multihead.forward.default(q, k, v, bias, *scores)
+    else:
+        out, lse, _ = _Native.apply(*_arguments(request, bias, scores))
+    return out, lse
+
+
+def _arguments(request: Request, bias: Tensor | None, scores: _Scores) -> list[Any]:
+    """Of `_Native`."""
+    q, k, v = request.q, request.k, request.v
     numbers = scores.scale, scores.softcap, scores.dropout, scores.lowest
     tensors = [scores.slopes, scores.q_positions, scores.k_positions, scores.seed, *scores.tables]
     if torch.compiler.is_compiling():  # which wants each tensor once
         k, v, tensors = k.view_as(k), v.view_as(v), [None if t is None else t.view_as(t) for t in tensors]
         bias = None if bias is None else bias.view_as(bias)
-        return _Native.apply(q, k, v, bias, None, scores.steps, *numbers, *tensors)
-    kept = _originals(request, scores)
-    return _Native.apply(q, k, v, bias, _shell(request), scores.steps, *numbers, *tensors, *kept)
+        return [q, k, v, bias, None, scores.steps, *numbers, *tensors]
+    return [q, k, v, bias, _shell(request), scores.steps, *numbers, *tensors, *_originals(request, scores)]
 
 
 def _originals(request: Request, scores: _Scores) -> list[Tensor]:
     """Tensors of mask and positions that the kernel reads as copies of another dtype. The definition reads them as they
     are, so autograd keeps them too, and notices if they were changed in between."""
+    if request.mask is None and request.has_default_positions:
+        return []
     held = [] if request.mask is None else list(request.mask.tensors().values())
     if not request.has_default_positions:
         held += request.positions()
@@ -269,28 +275,72 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
-        q, k, v, bias, out, rest, state, slopes, q_positions, k_positions, seed, *tables = ctx.saved_tensors
-        others = (None,) * (10 + len(tables))
-        if ctx.shell is not None and needs_definition(grad_out, grad_lse):
-            define = functools.partial(_define, ctx.shell, seed)
-            return *differentiable_gradients(define, (q, k, v, bias), (grad_out, None, grad_lse)), *others
-        if grad_out is None:
-            if grad_lse is None:
-                return None, None, None, None, *others
-            grad_out = torch.zeros_like(out)
-        wants_q, wants_k, wants_v, wants_bias = ctx.needs_input_grad[:4]
-        wanted = wants_q * GRAD_Q | (wants_k or wants_v) * GRAD_KV | wants_bias * GRAD_BIAS
-        grad_q, grad_k, grad_v, grad_bias = torch.ops.multihead.backward.default(
-            grad_out, None if grad_lse is None else grad_lse.contiguous(), out, rest, state, q, k, v, bias,
-            slopes, q_positions, k_positions, ctx.steps, tables, *ctx.numbers, seed, ctx.lowest, wanted,
-        )  # fmt: skip
-        return (
-            grad_q if wants_q else None,
-            grad_k if wants_k else None,
-            grad_v if wants_v else None,
-            grad_bias.to(bias.dtype) if wants_bias else None,
-            *others,
-        )
+        saved = ctx.saved_tensors
+        return *_gradients(ctx, saved, ctx.needs_input_grad[:4], grad_out, grad_lse), *(None,) * (len(saved) - 1)
+
+
+class _NativeWithWeights(torch.autograd.Function):
+    """The same, and the weights as planned. One node for both: of a small call a second one is some per cent."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, lse, state = _Native.forward(ctx, *given)
+        q, k, _, bias, _, steps, scale, softcap, dropout, lowest, slopes, q_at, k_at, seed, *tables = given
+        scores = (slopes, q_at, k_at, steps, tables, scale, softcap, dropout, seed, lowest)
+
+        def make() -> Tensor:
+            return torch.ops.multihead.weights.default(state, q, k, k, bias, *scores, plan.average)
+
+        ctx.plan = plan
+        watched = [t for t in (slopes, q_at, k_at, *tables) if t is not None]
+        return out, lse, state, unrecorded(plan, make, (q, k, bias), watched)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None, grad_weights: Tensor | None
+    ) -> Any:
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint makes them anew each time
+        found = _gradients(ctx, saved, ctx.needs_input_grad[1:5], grad_out, grad_lse)
+        if grad_weights is not None:
+            q, k, _, bias, *_ = saved
+
+            def define(q: Tensor, k: Tensor, bias: Tensor | None) -> Attended:
+                return _define(ctx.shell, None, q, k, k[..., :1], bias)
+
+            to_q, to_k, to_bias = gradients(ctx.plan, define, (q, k, bias), grad_weights)
+            found = [_sum(*pair) for pair in zip(found, (to_q, to_k, None, to_bias), strict=True)]
+        return None, *found, *(None,) * (len(saved) - 1)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _gradients(
+    ctx: Any, saved: Sequence[Any], needed: Sequence[bool], grad_out: Tensor | None, grad_lse: Tensor | None
+) -> list[Tensor | None]:
+    """Of q, k, v and the bias, those that are needed, by the native kernel; to be differentiated again by the
+    definition."""
+    q, k, v, bias, out, rest, state, slopes, q_positions, k_positions, seed, *tables = saved
+    if ctx.shell is not None and needs_definition(grad_out, grad_lse):
+        define = functools.partial(_define, ctx.shell, seed)
+        return list(differentiable_gradients(define, (q, k, v, bias), (grad_out, None, grad_lse)))
+    if grad_out is None:
+        if grad_lse is None:
+            return [None] * 4
+        grad_out = torch.zeros_like(out)
+    wants_q, wants_k, wants_v, wants_bias = needed
+    wanted = wants_q * GRAD_Q | (wants_k or wants_v) * GRAD_KV | wants_bias * GRAD_BIAS
+    grad_q, grad_k, grad_v, grad_bias = torch.ops.multihead.backward.default(
+        grad_out, None if grad_lse is None else grad_lse.contiguous(), out, rest, state, q, k, v, bias,
+        slopes, q_positions, k_positions, ctx.steps, tables, *ctx.numbers, seed, ctx.lowest, wanted,
+    )  # fmt: skip
+    return [
+        grad_q if wants_q else None,
+        grad_k if wants_k else None,
+        grad_v if wants_v else None,
+        grad_bias.to(bias.dtype) if wants_bias else None,
+    ]
 
 
 def _define(shell: Request, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Attended:
