@@ -221,16 +221,21 @@ def test_a_table_counts_and_once_for_all_layers():
     table = torch.ones(L, L, dtype=torch.bool).tril()
     own = 4 * N * L * E * 4  # q, k, v and the heads' output
 
-    def run(mask):
+    def run(given):
         for layer in model:
-            layer(x, mask=mask)
+            layer(x, **given)
 
-    for mask, kept in ((None, 3 * own), (table, 3 * own + L * L), (mh.causal(), 3 * own)):
-        with capture(model, max_bytes=kept) as rec:
-            run(mask)
-        assert rec[0].nbytes == own + (L * L if mask is table else 0)
-        with pytest.raises(RuntimeError, match="max_bytes"), capture(model, max_bytes=kept - 1):
-            run(mask)
+    for given, size in (
+        ({}, 0),
+        ({"mask": table}, L * L),
+        ({"mask": mh.causal()}, 0),
+        ({"bias": table * 1.0}, 4 * L * L),
+    ):
+        with capture(model, max_bytes=3 * own + size) as rec:
+            run(given)
+        assert rec[0].nbytes == own + size
+        with pytest.raises(RuntimeError, match="max_bytes"), capture(model, max_bytes=3 * own + size - 1):
+            run(given)
 
 
 def test_what_is_kept_is_what_is_asked_for():

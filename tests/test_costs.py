@@ -83,6 +83,17 @@ def test_by_hand():
     assert half.cache_bytes == 2 * H * D * 2
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_peak_of_a_gate(training):
+    T = 200
+    plain, gated = (
+        mh.explain({"embed_dim": E, "num_heads": H, "gate": gate}, length=T, training=training).peak
+        for gate in (False, True)
+    )
+    # Two of the heads' outputs in place of the layer's; in training it is kept besides.
+    assert gated - plain == 4 * T * E
+
+
 def test_bound():
     heads = {"embed_dim": 512, "num_heads": 8}
     assert mh.explain(heads, length=4096).total.bound() == "compute"

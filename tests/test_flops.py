@@ -81,13 +81,21 @@ def test_weights_and_statistics():
     assert found == {"multihead.forward": 2 * pairs * (D + 1), "multihead.statistics": 2 * pairs * D}
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_over_a_cache(dtype):
-    layer, cache = mh.Attention(24, H, mask=mh.window(left=7, right=0)).eval(), mh.KVCache(dtype=dtype)
+@pytest.mark.parametrize("kind", ["growing", "int8", "paged"])
+def test_over_a_cache(kind):
+    layer = mh.Attention(24, H, mask=mh.window(left=7, right=0)).eval()
+    pool = mh.PagePool(4, page_size=6)
+    cache = (
+        mh.KVCache("paged", pool=pool) if kind == "paged" else mh.KVCache(dtype=torch.int8 if kind == "int8" else None)
+    )
     with torch.no_grad():
         layer(torch.randn(1, 20, 24), cache=cache)
         found = counted(lambda: layer(torch.randn(1, 1, 24), cache=cache))
     assert found["multihead.forward"] == 2 * (H * 8) * 12
+    without = mh.Attention(24, H).eval()
+    with torch.no_grad():
+        found = counted(lambda: without(torch.randn(1, 1, 24), cache=cache))
+    assert found["multihead.forward"] == 2 * (H * 22) * 12
 
 
 def test_explain_and_the_counter_agree():

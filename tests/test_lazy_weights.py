@@ -270,17 +270,29 @@ def test_gradients_through_them(average: bool, dtype: torch.dtype):
             torch.testing.assert_close(a, b)
 
 
-def test_the_loss_may_be_of_output_and_weights():
-    attn, x = layer(dtype=torch.float64), inputs(dtype=torch.float64)
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("parts", ["out", "weights", "both"])
+def test_the_loss_may_be_of_output_and_weights(parts: str, dtype: torch.dtype, average: bool):
+    """The gradients are those of torch's own layer, to the inputs, the parameters and a mask of floats."""
+    attn = layer(dtype=dtype)
+    theirs = torch.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
+    theirs.load_state_dict(attn.state_dict())
+    bias = torch.randn(L, L, generator=torch.Generator().manual_seed(3))
     grads = []
-    for is_lazy in (True, False):
-        attn.zero_grad()
+    for one, is_lazy in ((attn, True), (attn, False), (theirs, False)):
         attn.lazy_weights = is_lazy
-        out, w = attn(x, x, x)
-        entropy = -(w * w.log()).sum(-1).mean()
-        (out.square().mean() + entropy).backward()
-        grads.append(attn.in_proj_weight.grad.clone())
-    torch.testing.assert_close(*grads)
+        of = one.in_proj_weight.dtype
+        x, mask = inputs().to(of).requires_grad_(), bias.to(of).requires_grad_()
+        # Computed from the leaf, so that it may be read later: an optimizer does not change it.
+        out, w = one(x, x, x, attn_mask=mask * 1, average_attn_weights=average)
+        assert (type(w) is LazyWeights) == (is_lazy and one is attn)
+        loss = {"out": out.square().mean(), "weights": -(w * w.log()).sum(-1).mean()}
+        total = sum(loss.values()) if parts == "both" else loss[parts]
+        grads.append(torch.autograd.grad(total, [x, mask, one.in_proj_weight, one.in_proj_bias]))
+    for found in grads[:2]:
+        for a, b in zip(found, grads[2], strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
 
 
 def test_second_derivatives():

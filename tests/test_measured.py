@@ -191,6 +191,15 @@ def test_plot(found):
     assert own.get_ylabel() == "GFLOP/s"
 
 
+def test_a_step_that_memory_bounds_lies_on_the_slope(once):  # noqa: ARG001
+    pytest.importorskip("matplotlib")
+    found = mh.explain({"embed_dim": 32, "num_heads": 4}, length=1, source_length=100, measure=True)
+    (point,) = [line for line in found.plot().lines if line.get_label() == "attention"]
+    (x,), (y,) = point.get_data()
+    assert x < 1
+    assert y == pytest.approx(10 * x)
+
+
 def test_plot_without_calibration():
     pytest.importorskip("matplotlib")
     ax = mh.explain({"embed_dim": 32, "num_heads": 4}, length=150).plot()
