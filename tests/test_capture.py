@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from multihead.models.gpt import GPT
 from multihead.models.translator import Translator
 
 N, L, E, H = 2, 9, 24, 4
+# Bytes of q, k, v and the heads' output, and of lse, which not every kernel gives.
+WITH_OR_WITHOUT_LSE = (4 * N * L * E * 4, 4 * N * L * E * 4 + N * H * L * 4)
 
 
 def encoder(layers=2, swapped=False, **options):
@@ -212,19 +216,100 @@ def test_a_bare_layer_and_captures_in_one_another():
         with capture(attn) as inner:
             attn(x)
         attn(x)
-    assert (len(inner.calls("")), len(outer.calls(""))) == (1, 1)
+    assert (len(inner.calls("")), len(outer.calls(""))) == (1, 2)
     assert attn.watcher is None
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, mh.MultiheadAttention])
+def test_two_captures_of_one_model(kind):
+    attn, x = kind(E, H, batch_first=True), inputs()
+    with capture(attn) as outer, capture(attn, stats=["entropy"]) as inner:
+        attn(x, x, x)
+    assert (len(inner.calls("")), len(outer.calls(""))) == (1, 1)
+    torch.testing.assert_close(outer[0].entropy(), inner[0].entropy())
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, mh.MultiheadAttention])
+def test_a_copy_that_is_made_within_is_a_layer_of_its_own(kind):
+    attn, x = kind(E, H, batch_first=True), inputs()
+    with capture(attn) as rec:
+        want = attn(x, x, x)[0]
+        file = io.BytesIO()
+        torch.save(attn, file)
+        file.seek(0)
+        copies = [copy.deepcopy(attn), pickle.loads(pickle.dumps(attn)), torch.load(file, weights_only=False)]
+        for one in copies:
+            torch.testing.assert_close(one(x, x, x)[0], want)
+            nn.init.zeros_(one.out_proj.weight)
+            nn.init.zeros_(one.out_proj.bias)
+            assert not one(x, x, x)[0].any()
+    assert len(rec.calls("")) == 1
+    torch.testing.assert_close(attn(x, x, x)[0], want)
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, mh.MultiheadAttention])
+def test_the_proof_says_when_it_can_not_be_made_any_more(kind):
+    attn, x = kind(E, H, batch_first=True).eval(), inputs()
+    with torch.no_grad(), capture(attn) as rec:
+        attn(x, x, x)  # as a whole, of which only the output is seen
+    assert rec[0].check() < 1e-6
+    with torch.no_grad():
+        attn.out_proj.weight.mul_(2)
+    with pytest.raises(ValueError, match=r"check\(\): expected the layer's parameters as they were"):
+        rec[0].check()
+
+
+def test_a_capture_is_a_mapping():
+    attn, x = mh.Attention(E, H), inputs()
+    with capture(attn) as rec:
+        attn(x)
+    assert rec.get(5) is None
+    assert 5 not in rec
+    assert 0 in rec
+    for lookup in (KeyError, IndexError):
+        with pytest.raises(lookup, match="1 layers of attention ran"):
+            rec[5]
+    with pytest.raises(TypeError, match="key: expected a layer's name, or its place"):
+        rec[0:1]
+
+
+def test_mistakes_of_a_capture():
+    attn = mh.Attention(E, H)
+    for options, error, said in (
+        ({"layers": 0}, TypeError, "layers: expected a name, several names, or a function"),
+        ({"max_bytes": "1"}, TypeError, "max_bytes: expected an int"),
+        ({"stats": ()}, ValueError, "stats: expected at least one name, got none"),
+    ):
+        with pytest.raises(error, match=said), capture(attn, **options):
+            pass
+
+
+def test_what_was_not_captured_is_named():
+    attn, x = mh.Attention(E, H), inputs()
+    with capture(attn, stats=["entropy"]) as rec:
+        attn(x)
+    for ask, missing in (
+        (lambda: rec[0].entropy(normalized=True), "got visible_keys"),
+        (lambda: rec[0].received(mean=True), "got received and seen_by"),
+        (lambda: rec.rollout(), "got anything else"),
+        (lambda: rec[0].row(0), "got anything else"),
+    ):
+        with pytest.raises(ValueError, match=f"expected what was captured, entropy, {missing}.*Name it in stats="):
+            ask()
 
 
 def test_a_table_counts_and_once_for_all_layers():
     model, x = nn.ModuleList([mh.Attention(E, H) for _ in range(3)]).eval(), inputs()
     table = torch.ones(L, L, dtype=torch.bool).tril()
-    own = 4 * N * L * E * 4  # q, k, v and the heads' output
 
     def run(given):
         for layer in model:
             layer(x, **given)
 
+    with capture(model) as rec:
+        run({"mask": mh.causal()})
+    own = rec[0].nbytes
+    assert own in WITH_OR_WITHOUT_LSE
     for given, size in (
         ({}, 0),
         ({"mask": table}, L * L),
@@ -245,7 +330,7 @@ def test_what_is_kept_is_what_is_asked_for():
     with capture(model, stats=("entropy", "max_logit")) as small:
         model(x)
     assert small[0].nbytes == 2 * N * H * L * 4
-    assert rec[0].nbytes == 4 * N * L * E * 4
+    assert rec[0].nbytes in WITH_OR_WITHOUT_LSE
     for name in ("entropy", "max_logit"):
         torch.testing.assert_close(getattr(small[1], name)(), getattr(rec[1], name)())
     for ask in (
@@ -255,7 +340,7 @@ def test_what_is_kept_is_what_is_asked_for():
         lambda r: r.check(),
         lambda r: r.weights(),
     ):
-        with pytest.raises(ValueError, match=r"one that was captured: entropy, max_logit"):
+        with pytest.raises(ValueError, match=r"what was captured, entropy, max_logit"):
             ask(small[0])
     assert "entropy" in repr(small[0])
 

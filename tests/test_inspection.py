@@ -127,6 +127,76 @@ def test_mass_of_few_among_many_keys():
             close(record.mass(keys), want[..., columns].sum(-1).masked_fill(blind, math.nan))
 
 
+@pytest.mark.parametrize("way", ["known", "unknown", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_mass_where_scores_are_large(way, dtype, monkeypatch):
+    if way == "blocks":
+        by_blocks(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    q, k = ((torch.randn(1, 2, 128, 16, generator=generator) * 90).to(dtype) for _ in range(2))
+    lse = mh.attention(q, k, k, mh.causal(), return_lse=True)[1] if way == "known" else None
+    record = Record(q, k, mask=mh.causal(), lse=lse)
+    assert record.max_logit().max() > 2e4
+    want = record.weights()
+    close(record.mass(0), want[..., 0])
+    close(sum(record.mass(slice(i, i + 8)) for i in range(0, 128, 8)), want.sum(-1))
+    even = Record(torch.ones(1, 1, 1, 4), torch.full((1, 1, 64, 4), 2e4))
+    close(even.mass(0) * 64, torch.ones(1, 1, 1))
+
+
+def test_numbers_of_any_kind_are_indices():
+    np = pytest.importorskip("numpy")
+    record, want = small()
+    close(record.row(np.int64(2)), want[..., 2, :])
+    close(record.row(torch.tensor(2)), want[..., 2, :])
+    close(
+        record.weights(queries=torch.arange(2), keys=np.array([0, 3]), heads=torch.tensor(1)), want[:, 1:2, :2, [0, 3]]
+    )
+    for bad in (True, torch.tensor([True, False]), 1.0, np.array([1.5])):
+        with pytest.raises(TypeError, match="queries: expected an int"):
+            record.weights(queries=bad)
+
+
+def test_no_keys_and_no_queries():
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    assert Record(q, k[:, :, :0]).weights().shape == (1, 2, 3, 0)
+    assert Record(q, k).weights(heads=[]).shape == (1, 0, 3, 5)
+    for record in (Record(q[:, :, :0], k), Record(q, k[:, :, :0]), Record(q[:0], k[:0])):
+        assert record._repr_html_() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"sinks": torch.zeros(1)}, ValueError, "sinks: expected the shape"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected the shape"),
+        ({"sinks": 1.0}, TypeError, "sinks: expected"),
+        ({"lse": torch.zeros(3)}, ValueError, r"lse: expected the shape \(\*batch, H, L\) = \(2, 4, 7\)"),
+        ({"lse": 3}, TypeError, "lse: expected a floating point tensor"),
+        (
+            {"out": torch.zeros(2, 7, 4, 5)},
+            ValueError,
+            r"out: expected the shape \(\*batch, H, L, V\) = \(2, 4, 7, 5\)",
+        ),
+        ({"out": torch.zeros(2, 7, 20)}, ValueError, "out: expected the shape"),
+    ],
+)
+def test_what_a_record_is_made_of_has_to_fit(options, error, said):
+    q, k = torch.randn(2, 4, 7, 5), torch.randn(2, 2, 9, 5)
+    with pytest.raises(error, match=said):
+        Record(q, k, k, **options)
+
+
+def test_distances_that_do_not_fit():
+    record, _ = small()
+    places = torch.zeros(7, 2), torch.zeros(9, 3), torch.zeros(9, 2)
+    with pytest.raises(ValueError, match="as many coordinates of queries as of keys, got 2 and 3"):
+        record.distance(places[:2])
+    for wrong in (places, places[:1]):
+        with pytest.raises(ValueError, match="coords: expected a tensor, or a pair"):
+            record.distance(wrong)
+
+
 def test_distance():
     record, want = small(L=7, S=9)
     far = (torch.arange(2, 9)[:, None] - torch.arange(9)).abs()
@@ -246,7 +316,7 @@ def test_check_proves_that_they_are_the_weights():
     with pytest.raises(ValueError, match="a record with v and out"):
         Record(q, k).check()
     with pytest.raises(ValueError, match="a call without dropout"):
-        Record(q, k, v, out=out, dropout=0.1).check()
+        Record(q[:, :, :5], k, v, out=out, dropout=0.1).check()
 
 
 def test_several_are_one_pass(monkeypatch):

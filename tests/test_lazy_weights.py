@@ -430,6 +430,38 @@ def test_inference_mode_at_the_call_or_the_use():
     assert attn.in_proj_weight.grad is not None
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_input_that_was_changed_before_they_are_read(which: int, mode: Any):
+    """Where a projection gives its input back, q or k is the caller's own tensor."""
+    attn = layer().eval()
+    setattr(attn, ("q_proj", "k_proj")[which], torch.nn.Identity())
+    given = [inputs(), inputs() + 1]
+    with mode():
+        _, w = attn(given[0], given[1], given[1] * 1)
+    given[which][:, 0] = 50.0
+    with pytest.raises(RuntimeError, match="was changed in place before its weights were read"):
+        w.sum()
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+@pytest.mark.parametrize("library", ["native", "none"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool])
+def test_a_mask_that_is_changed_in_inference_mode(
+    name: str, kind: torch.dtype, library: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Its tensors count no versions, so the weights have a mask of their own."""
+    if library == "none":
+        monkeypatch.setattr(native, "refusals", lambda _: ["no library"])
+    attn, x = layer().eval(), inputs()
+    with torch.inference_mode():
+        mask = torch.zeros((L, L) if name == "attn_mask" else (N, L), dtype=kind)
+        _, w = attn(x, x, x, **{name: mask})
+        want = attn(x, x, x, **{name: mask.clone()})[1] + 0
+        mask[:, 1] = True if kind == torch.bool else -5.0
+        torch.testing.assert_close(w + 0, want)
+
+
 @pytest.mark.parametrize("library", ["native", "none"])
 @pytest.mark.parametrize("kind", ["float mask", "mask as a value"])
 def test_a_mask_that_was_changed_before_they_are_read(kind: str, library: str, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,10 +17,16 @@ from typer.testing import CliRunner
 import multihead as mh
 from multihead import Record, capture, cli
 from multihead.inspection import pictures
+from multihead.inspection.pictures import maps_of
+from multihead.inspection.summary import COLUMNS, summarize
 from multihead.inspection.terminal import text_map
 from multihead.models.gpt import GPT
 
 pytest.importorskip("matplotlib")
+
+from PIL import Image
+
+from multihead.inspection.svg import map_svg
 
 L, H = 12, 3
 
@@ -196,10 +203,6 @@ def test_names_that_would_take_too_much_are_numbers(tmp_path: Path):
 
 
 def test_the_maps_pixels_are_the_weights():
-    from PIL import Image
-
-    from multihead.inspection.pictures import maps_of
-    from multihead.inspection.svg import map_svg
 
     made = record(L)
     weights, visible, block = maps_of(made, [2], 0, size=64)
@@ -209,7 +212,7 @@ def test_the_maps_pixels_are_the_weights():
     assert image.size == (L, L)
     steps = torch.tensor(list(image.tobytes())).view(L, L)
     assert (steps[~visible] == 0).all()
-    found = 10 ** (4 * ((steps - 1) / 254 - 1))  # a logarithmic scale from 1e-4 to 1
+    found = 10 ** (4 * ((steps - 2) / 253 - 1))  # a logarithmic scale from 1e-4 to 1
     torch.testing.assert_close(found[visible], weights[0][visible].clamp(min=1e-4), rtol=0.02, atol=0)
 
 
@@ -297,3 +300,40 @@ def test_a_notebook_shows_the_text_where_there_is_no_more():
         assert rec._repr_html_() is None
         model(x)
     assert rec._repr_html_() is None
+
+
+def test_what_is_no_number_is_seen():
+    q, k = torch.randn(2, 1, H, 6, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    q[0, 0], q[0, 1, 4:] = torch.nan, torch.nan
+    made = Record(q, k, mask=mh.causal(), name="a")
+    rows = summarize({"a": made}).rows
+    for column in ("entropy", "max weight", "max logit", "first token", "distance"):
+        assert [math.isnan(row[column]) for row in rows] == [True, True, False], column
+    drawn = pictures.plot_map(made, 1).images[0]
+    shown = drawn.get_array()
+    assert (shown.data[4:][~shown.mask[4:]] > drawn.norm.vmax).all()
+    assert (shown.data[:4][~shown.mask[:4]] <= drawn.norm.vmax).all()
+    assert drawn.cmap.get_over().tolist() == [1.0, 0.0, 1.0, 1.0]  # magenta
+    weights, visible, block = maps_of(made, [1], 0, size=64)
+    source = re.findall(r"base64,([^']*)'", map_svg(weights[0], visible, block, (None, None), ""))[0]
+    indices = torch.tensor(list(Image.open(io.BytesIO(base64.b64decode(source))).tobytes())).view(6, 6)
+    assert (indices[4:][visible[4:]] == 1).all()
+    assert (indices[:4][visible[:4]] > 1).all()
+
+
+def test_blind_queries_are_left_out_of_the_summary():
+    q, k = torch.randn(2, 2, H, 6, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    keep = torch.tensor([[True] * 6, [False] * 6])
+    both, first = (Record(q[:n], k[:n], mask=mh.padding(keep[:n])) for n in (2, 1))
+    for one, other in zip(summarize({"": both}).rows, summarize({"": first}).rows, strict=True):
+        assert [one[column] for column in COLUMNS] == pytest.approx([other[column] for column in COLUMNS], rel=1e-5)
+    nobody = summarize({"": Record(q, k, mask=mh.lengths(0))}).rows
+    assert all(math.isnan(row[column]) for row in nobody for column in COLUMNS)
+
+
+@pytest.mark.parametrize("options", [{"tokens": 5}, {"reduce": "nope"}])
+def test_mistakes_of_a_map(options):
+    with pytest.raises((TypeError, ValueError), match="expected"):
+        pictures.plot_map(record(), **options)
+    with pytest.raises(ValueError, match="one with a query and a key to draw"):
+        pictures.plot_map(record(0))

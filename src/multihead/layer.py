@@ -27,7 +27,7 @@ from multihead.plane import Plane, default_positions
 from multihead.positions import Position
 from multihead.projections import Projections, ProjectionView
 from multihead.request import check_scores
-from multihead.watching import Seen, Watcher
+from multihead.watching import Join, Seen, Watcher
 from multihead.weights import Look, attention_with_weights
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class AttentionLayer(CacheCalls, Projections):
             found = whole.run(self, query, look)
             if self.watcher is not None:
                 q, k, v = self.project(query, key, value, layouts)
-                self.watcher(Seen(q, k, v, None, {}, 0.0, found[0], join=self._joined))
+                self.watcher(Seen(q, k, v, None, {}, 0.0, found[0], join=Join(self._joined, self.out_proj)))
             return found
         dropout = self.dropout if self.training else 0.0
         if cache is not None and step is not None:

@@ -89,6 +89,10 @@ class Request:
         assert k_positions is not None
         return q_positions, k_positions
 
+    def place(self, q_positions: Tensor, k_positions: Tensor) -> None:
+        """Put other positions, of the same shapes, in their place."""
+        self._positions = q_positions, k_positions
+
     def visible(self, rows: slice = _ALL, columns: slice = _ALL) -> Tensor | None:
         """The mask over a rectangle: bool (B or 1, H or 1, rows or 1, columns or 1); None = all visible."""
         if self.mask is None:

@@ -5,9 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from multihead.masks import Mask
+
+
+class Join:
+    """What a layer makes of its heads' outputs (*batch, H, L, V).
+
+    Args:
+        make: does it.
+        module: whose parameters it reads.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+        self._make = make
+        self._parameters = [p for p in module.parameters() if not p.is_inference()]
+        self._versions = [p._version for p in self._parameters]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether an optimizer, or somebody else, has changed the parameters meanwhile."""
+        return [p._version for p in self._parameters] != self._versions
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        return self._make(heads)
 
 
 class Seen(NamedTuple):
@@ -30,7 +52,7 @@ class Seen(NamedTuple):
     dropout: float
     out: Tensor
     lse: Tensor | None = None
-    join: Callable[[Tensor], Tensor] | None = None
+    join: Join | None = None
 
 
 Watcher = Callable[[Seen], None]

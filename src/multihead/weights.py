@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -110,6 +111,7 @@ def attention_with_weights(
         shape = (*batch, sizes.L, sizes.S) if look.average else (*batch, sizes.H, sizes.L, sizes.S)
         lazy = look.lazy and _may_wait(request)
         wide = torch.promote_types(request.q.dtype, torch.float32)
+        request = _own(request) if lazy else request
         plan = Plan(look.average, shape, request.q.dtype if lazy else wide, lazy)
         out, weights = (None, None) if sinks is not None else _together(request, plan)
         if out is None:
@@ -122,7 +124,7 @@ def attention_with_weights(
             out = out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
         if weights is None:
             alone = _without_values(q, k, mask, bias, scale, softcap, q_positions, k_positions)
-            weights = (_later if lazy else _now)(alone, plan, sinks)
+            weights = _later(_own(alone), plan, sinks) if lazy else _now(alone, plan, sinks)
     # What is computed later has its shape, and asking for it takes longer than all of this.
     return out, weights if lazy or weights.shape == shape else weights.reshape(shape)
 
@@ -136,6 +138,22 @@ def _may_wait(request: Request) -> bool:
     if type(q) is not Tensor or q.device.type == "meta" or recording() or torch._C._are_functorch_transforms_active():
         return False
     return forward_ad._current_level < 0 and not torch._C._len_torch_dispatch_stack()
+
+
+def _own(request: Request) -> Request:
+    """The request with a mask and a bias of its own, where torch would not tell that they were changed in place:
+    tensors of inference mode count no versions."""
+    bias, mask, places = request.bias, request.mask, () if request.has_default_positions else request.positions()
+    held = [*(() if mask is None else mask.tensors().values()), *places, *([bias] if isinstance(bias, Tensor) else ())]
+    if not any(t.is_inference() for t in held):
+        return request
+    own = request.with_tensors(
+        request.q, request.k, request.v, copy.deepcopy(bias) if isinstance(bias, Tensor) else bias
+    )
+    own.mask = copy.deepcopy(mask)
+    if places:
+        own.place(*(t.clone() for t in places))
+    return own
 
 
 def _now(request: Request, plan: Plan, sinks: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multihead.errors import bad_value, is_int
+from multihead.errors import bad_type, bad_value, check_size, is_int
 from multihead.inspection import pictures
 from multihead.inspection.exact import MOST_BYTES
 from multihead.inspection.record import Record
@@ -22,6 +23,10 @@ from multihead.inspection.summary import Summary, summarize
 from multihead.inspection.watched import Chosen, layers_of, watched
 from multihead.packages import has
 from multihead.watching import Seen
+
+
+class _NoSuchLayer(KeyError, IndexError):
+    """As a mapping and as a list has it."""
 
 
 class Capture(Mapping[str, Record]):
@@ -43,8 +48,10 @@ class Capture(Mapping[str, Record]):
         if is_int(key):
             ran = list(self)
             if not -len(ran) <= key < len(ran):
-                raise IndexError(f"{len(ran)} layers of attention ran: {', '.join(map(repr, ran))}")
+                raise _NoSuchLayer(f"{len(ran)} layers of attention ran: {', '.join(map(repr, ran))}")
             return self._calls[ran[key]]
+        if not isinstance(key, str):
+            raise bad_type("key", "a layer's name, or its place", key)
         if key not in self._calls:
             raise KeyError(f"{key!r} was not watched; there are {', '.join(map(repr, names))}")
         if not self._calls[str(key)]:
@@ -99,8 +106,8 @@ class Capture(Mapping[str, Record]):
 
     def _repr_html_(self) -> str | None:
         """Of a notebook; None: it shows the text."""
-        can = len(self) and all(record.is_whole for record in self.values()) and has("matplotlib")
-        return fragment(self._ran(), None) if can else None
+        can = all(record.is_whole and math.prod(record.shape) for record in self.values()) and has("matplotlib")
+        return fragment(self._ran(), None, figures=False) if len(self) and can else None
 
     def _ran(self) -> dict[str, Record]:
         if not len(self):
@@ -142,8 +149,11 @@ def capture(
         RuntimeError: more than max_bytes were to be kept, or, at the end of the block, nothing was called.
     """
     chosen = layers_of(model, layers)
+    check_size("max_bytes", max_bytes, least=0)
     if stats is not None:
         check_names(stats)
+        if not stats:
+            raise bad_value("stats", "at least one name", "none", "", "stats=None keeps q and k for later.")
     found = Capture(list(chosen))
     kept: dict[tuple[int, int], int] = {}  # bytes by their place in memory: a mask of all layers is there once
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from multihead import reference
-from multihead.errors import bad_value, check_size
+from multihead.attention import check_sinks
+from multihead.errors import bad_type, bad_value, check_size, describe
 from multihead.inspection.picking import chosen, index, listed, spans
 from multihead.inspection.walk import rows_at_once, walk
 from multihead.masks import Mask
 from multihead.positions import Position
 from multihead.request import Request, make_request
+from multihead.watching import Join
 
 MOST_BYTES = 2**30
 
@@ -36,7 +38,7 @@ class ExactWeights:
         q_positions: Tensor | None = None,
         k_positions: Tensor | None = None,
         out: Tensor | None = None,
-        join: Callable[[Tensor], Tensor] | None = None,
+        join: Join | None = None,
         dropout: float = 0.0,
         lse: Tensor | None = None,
         name: str = "",
@@ -47,6 +49,16 @@ class ExactWeights:
                 q, k, values, mask, bias, scale, softcap, 0.0, q_positions, k_positions, False,  # type: ignore[arg-type]
                 reference.attention,
             )  # fmt: skip
+        if sinks is not None:
+            check_sinks(sinks, q)
+        for argument, axes, given in (("lse", "(*batch, H, L)", lse), ("out", "(*batch, H, L, V)", out)):
+            of = tuple(q.shape[:-1]) if argument == "lse" else (*q.shape[:-1], None if v is None else v.shape[-1])
+            if given is None or (argument == "out" and join is not None):
+                continue
+            if not isinstance(given, Tensor) or not given.is_floating_point():
+                raise bad_type(argument, f"a floating point tensor {axes}", given)
+            if tuple(given.shape) != of and None not in of:
+                raise bad_value(argument, f"the shape {axes} = {of}", describe(given))
         self.q, self.k, self.v, self.out, self.name, self.dropout = q, k, v, out, name, dropout
         self._sinks, self._join, self._lse = sinks, join, lse
         self._batch = tuple(q.shape[:-3])
@@ -63,14 +75,20 @@ class ExactWeights:
         return self._call is not None
 
     @property
+    def device(self) -> torch.device:
+        """Of q and k."""
+        return self._request.q.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors that it holds."""
         return sum(t.numel() * t.element_size() for t in self.held())
 
     def held(self) -> list[Tensor]:
-        """The tensors that it holds: q, k, v, out, a bias and a mask if they are tables, and statistics made so far."""
-        found = [self.q, self.k, self.v, self.out, *self._found.values()]
+        """The tensors that it holds: what it was given, tables of a mask and a bias, and statistics made so far."""
+        found = [self.q, self.k, self.v, self.out, self._lse, self._sinks, *self._found.values()]
         if self._call is not None:
+            found += [] if self._call.has_default_positions else self._call.positions()
             found += [self._call.bias if isinstance(self._call.bias, Tensor) else None]
             found += [] if self._call.mask is None else self._call.mask.tensors().values()
         return [t for t in found if t is not None]
@@ -128,7 +146,7 @@ class ExactWeights:
         device = self._request.q.device
         found = torch.empty((B, len(some), len(rows), len(columns)), dtype=wide, device=device)
         place = {row: i for i, row in enumerate(rows)}
-        at_columns, at_heads = torch.tensor(columns, device=device), torch.tensor(some, device=device)
+        at_columns, at_heads = (torch.tensor(at, device=device, dtype=torch.long) for at in (columns, some))
         for span in spans(sorted(place), rows_at_once(self._request)):
             part = self._rows(span).view(B, H, span.stop - span.start, S)
             part = part.index_select(1, at_heads).index_select(3, at_columns)
@@ -166,7 +184,7 @@ class ExactWeights:
         """max |P v - out|: whether these are the weights that the heads' output was made with. Some 1e-6 in float32.
 
         Raises:
-            ValueError: v or the output is not here, or there was dropout.
+            ValueError: v or the output is not here, there was dropout, or the layer has learned since.
         """
         B, H, K, L, _, _, V = self._request.sizes
         if self.v is None or self.out is None:
@@ -174,6 +192,11 @@ class ExactWeights:
         if self.dropout:
             otherwise = "The output was made with weights that were dropped."
             raise bad_value("check()", "a call without dropout", f"dropout={self.dropout}", otherwise, "Use eval().")
+        if self._join is not None and self._join.has_changed:
+            otherwise = "The output can't be made again."
+            raise bad_value(
+                "check()", "the layer's parameters as they were", "others by now", otherwise, "Check first."
+            )
         v, out = self._request.v.to(self._wide), None
         if self._join is None:
             out = self.out.reshape(B, H, L, V)
@@ -194,7 +217,7 @@ class ExactWeights:
 
     def let_go(self) -> None:
         """Hold no more than the statistics that were computed."""
-        self.q = self.k = self.v = self.out = self._sinks = self._join = None  # type: ignore[assignment]
+        self.q = self.k = self.v = self.out = self._sinks = self._join = self._lse = None  # type: ignore[assignment]
         self._call = None
 
     # Inside -----------------------------------------------------------------------------------------------------------
@@ -202,10 +225,13 @@ class ExactWeights:
     @property
     def _request(self) -> Request:
         if self._call is None:
-            otherwise = "Its q and k were not kept."
-            expected = f"one that was captured: {', '.join(self._found)}"
-            raise bad_value(f"record of {self.name!r}", expected, "another statistic", otherwise)
+            raise self._lacks("anything else")
         return self._call
+
+    def _lacks(self, asked: str) -> ValueError:
+        expected = f"what was captured, {', '.join(self._found)}"
+        instead = "Name it in stats=, or capture without stats=."
+        return bad_value(f"record of {self.name!r}", expected, asked, "Its q and k were not kept.", instead)
 
     @property
     def _wide(self) -> torch.dtype:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from multihead.errors import bad_type, bad_value, is_int
 
@@ -13,19 +12,25 @@ from multihead.errors import bad_type, bad_value, is_int
 def index(name: str, i: object, size: int) -> int:
     """An index from 0 to size - 1, of one that may count from the end."""
     if not is_int(i):
-        raise bad_type(name, "an int", i)
+        if isinstance(i, bool):
+            raise bad_type(name, "an int", i)
+        try:
+            i = operator.index(i)  # type: ignore[arg-type]  # numpy's and torch's
+        except TypeError:
+            raise bad_type(name, "an int", i) from None
     if not -size <= i < size:
         raise bad_value(name, f"an index from {-size} to {size - 1}", i)
     return i % size
 
 
 def listed(given: Any) -> Any:
-    """A tensor of indices as a list."""
-    return given.tolist() if isinstance(given, Tensor) else given
+    """A tensor or array of indices as a list."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def chosen(name: str, given: object, size: int) -> list[int]:
     """Indices, as a list."""
+    given = listed(given)
     if given is None:
         return list(range(size))
     if isinstance(given, slice):

@@ -7,6 +7,7 @@ are on a logarithmic scale, as most weights are small, with queries down and key
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.errors import bad_value, check_size
+from multihead.errors import bad_type, bad_value, check_size
 from multihead.inspection.picking import chosen, index
 from multihead.inspection.record import Record
 from multihead.inspection.summary import COLUMNS, Summary
@@ -23,8 +24,10 @@ from multihead.packages import need
 
 MOST_TOKENS = 64  # that are drawn one by one, and named
 LEAST = 1e-4  # of a map's scale
+_OVER = 2.0  # above the scale, whose end is 1
 _LABEL = 0.12  # inches that a token's label takes beside the next one
 MASKED = "0.82"  # grey
+NAN = "magenta"  # what is no number is to be seen
 
 
 def new_axes(width: float = 5.0, height: float = 4.2) -> Any:
@@ -91,7 +94,9 @@ def plot_map(
         "aspect": "auto",
         "interpolation": "nearest",
     }
-    image = ax.imshow(values.clamp(min=LEAST).masked_fill(~visible, torch.nan).numpy(), **options | style)
+    image = ax.imshow(
+        values.clamp(min=LEAST).nan_to_num(_OVER).masked_fill(~visible, torch.nan).numpy(), **options | style
+    )
     if block == 1:
         _label(ax, (of_queries, of_keys))
     else:
@@ -182,6 +187,10 @@ def maps_of(
     """Maps of some heads of at most `size` x `size`, from one pass: weights (heads, n, m), what is visible of it at all
     (n, m), and how many tokens are a block."""
     check_size("size", size)
+    if reduce not in ("mean", "max"):
+        raise bad_value("reduce", '"mean" or "max"', repr(reduce))
+    if not math.prod(record.shape):
+        raise bad_value("record", "one with a query and a key to draw", f"the shape {tuple(record.shape)}")
     heads = [index("head", head, record.shape[-3]) for head in heads]
     block = -(-max(record.shape[-2:]) // size)
     if block == 1:
@@ -198,10 +207,10 @@ def map_of(record: Record, head: int, row: int, *, size: int, reduce: str = "mea
 
 
 def colors_of(name: str) -> Any:
-    """A colour map that shows in grey what is masked."""
+    """A colour map that shows in grey what is masked, and weights that are NaN in a colour of their own."""
     from matplotlib import colormaps
 
-    return colormaps[name].with_extremes(bad=MASKED)
+    return colormaps[name].with_extremes(bad=MASKED, over=NAN)
 
 
 def _of_batch(found: Tensor, row: int, own: int) -> Tensor:
@@ -224,6 +233,8 @@ def _lines(values: Tensor, record: Record, heads: Any, ax: Any, style: dict[str,
 def _names(argument: str, tokens: Sequence[str] | None, length: int) -> list[str] | None:
     if tokens is None:
         return None
+    if not hasattr(tokens, "__len__"):
+        raise bad_type(argument, "names, one for each token", tokens)
     if len(tokens) != length:
         raise bad_value(argument, f"a name for each of {length} tokens", f"{len(tokens)} of them")
     return [str(token) for token in tokens]

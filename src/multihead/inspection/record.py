@@ -3,6 +3,7 @@ them, made of q and k when they are asked for, without the L x S matrix."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from multihead.packages import has
 from multihead.request import Request
 
 _PATTERNS = ("previous", "duplicate", "induction")
+_COARSE = 3e-5  # of a weight, relative, that the rounding of its denominator may cost
 _MANY = 16  # a key in so many, from where on all weights are gone through
 
 
@@ -53,7 +55,7 @@ class Record(ExactWeights):
 
     def _repr_html_(self) -> str | None:
         """Of a notebook; None: it shows the text."""
-        if not self.is_whole or not has("matplotlib"):
+        if not self.is_whole or not math.prod(self.shape) or not has("matplotlib"):
             return None
         from multihead.inspection.report import of_record  # it draws records
 
@@ -81,6 +83,8 @@ class Record(ExactWeights):
         """
         statistics.check_names(names)
         missing = [name for name in dict.fromkeys(names) if name not in self._found]
+        if missing and not self.is_whole:
+            raise self._lacks(" and ".join(missing))
         if missing:
             self._found |= self._gathered(missing)
         return {name: self._found[name] for name in names}
@@ -162,7 +166,7 @@ class Record(ExactWeights):
             among = torch.zeros(S, dtype=torch.bool, device=self._request.q.device)
             among[chosen("keys", listed(keys), S)] = True
         few = among.nonzero()[:, 0].tolist()
-        if _MANY * len(few) > S:
+        if _MANY * len(few) > S or self._is_coarse(self._denominators()):
             return self._tensor(lambda request: statistics.Mass(request, among))
         # Of few keys alone: their weights are exp(score - lse).
         total = self._denominators().new_zeros(self._request.q.shape[:3])
@@ -181,12 +185,18 @@ class Record(ExactWeights):
         Raises:
             ValueError, TypeError: they don't fit.
         """
-        both = coords if isinstance(coords, tuple) else (coords, coords)
         if coords is None:
             return self._tensor(lambda request: statistics.Distance(request, None))
+        both = coords if isinstance(coords, tuple) else (coords, coords)
+        if len(both) != 2:
+            raise bad_value("coords", "a tensor, or a pair of queries' and keys'", f"{len(both)} of them")
         for tensor, axis, size in ((both[0], "L", self.shape[-2]), (both[1], "S", self.shape[-1])):
             if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.shape[0] != size:
                 raise bad_value("coords", f"numbers ({axis}, c) with {axis}={size}", describe(tensor))
+        if both[0].shape[1] != both[1].shape[1]:
+            raise bad_value(
+                "coords", "as many coordinates of queries as of keys", f"{both[0].shape[1]} and {both[1].shape[1]}"
+            )
         device = self._request.q.device
         pair = tuple(tensor.to(device) for tensor in both if tensor is not None)
         return self._tensor(lambda request: statistics.Distance(request, pair))  # type: ignore[arg-type]
@@ -250,6 +260,12 @@ class Record(ExactWeights):
             raise bad_value("reduce", '"mean" or "max"', repr(reduce))
         check_size("size", size)
         return self._tensor(lambda request: statistics.Pooled(request, size, reduce == "max"))
+
+    def _is_coarse(self, lse: Tensor) -> bool:
+        """Whether weights made of it would be off by more than some 1e-5, as it is rounded where scores are large."""
+        numbers = lse[lse.isfinite()]
+        kind = lse.dtype if self._lse is None else self._lse.dtype
+        return bool(numbers.numel()) and float(numbers.abs().max()) * torch.finfo(kind).eps > _COARSE
 
     def _denominators(self) -> Tensor:
         """The lse, (B, H, L), NaN for queries that see nothing; made by one call of `attention` if it is not known."""

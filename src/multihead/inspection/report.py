@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multihead import web
-from multihead.errors import bad_value
+from multihead.errors import bad_type, bad_value
 from multihead.inspection import pictures, svg
 from multihead.inspection.record import Record
 from multihead.inspection.summary import COLUMNS, Summary, summarize
@@ -53,22 +53,25 @@ def write_report(path: Path, records: Mapping[str, Record], tokens: Sequence[str
         MissingPackage: there is no matplotlib here.
     """
     need("matplotlib", "plot", "a report with pictures")
+    if not isinstance(title, str):
+        raise bad_type("title", "a text", title)
     text = web.page(title, fragment(records, tokens))
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
-def fragment(records: Mapping[str, Record], tokens: Sequence[str] | None) -> str:
-    """The report as a part of a page, whose styles are for itself alone."""
+def fragment(records: Mapping[str, Record], tokens: Sequence[str] | None, *, figures: bool = True) -> str:
+    """The report as a part of a page, whose styles are for itself alone. `figures`: whether numbers have pictures,
+    which take a second or two."""
     if tokens is not None and not any(len(tokens) in record.shape[-2:] for record in records.values()):
         lengths = " or ".join(dict.fromkeys(str(size) for record in records.values() for size in record.shape[-2:]))
         raise bad_value("tokens", f"a name for each of {lengths} tokens", f"{len(tokens)} of them")
     summary = summarize(records)
-    overviews = [_png(pictures.plot_overview(summary, column)) for column in _OVERVIEWS]
-    shown = "".join(_image(png, f"{name} of each head") for png, name in zip(overviews, _OVERVIEWS, strict=True))
+    overviews = [_png(pictures.plot_overview(summary, column)) for column in _OVERVIEWS] if figures else []
+    shown = "".join(_image(png, f"{name} of each head") for png, name in zip(overviews, _OVERVIEWS))  # noqa: B905
     parts = [
         f"<p class=note>{_shapes(records)}</p>",
         f"<h2>Heads</h2><div class=row>{shown}</div>",
-        f"<details><summary>All numbers</summary>{_table(summary)}</details>",
+        f"<details{'' if figures else ' open'}><summary>All numbers</summary>{_table(summary)}</details>",
         f"<h2>Maps</h2><p>{_READING} {_scale()}</p>",
     ]
     budget = _MOST_BYTES - sum(map(len, overviews))

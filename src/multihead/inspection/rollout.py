@@ -38,7 +38,7 @@ def rollout(records: Sequence[Record], rows: int | slice | Sequence[int] | None,
             raise bad_value("rollout", f"self-attention of one batch and {T} tokens in every layer", got, "", instead)
     batch = first.shape[:-3]
     some = chosen("rows", rows, T)
-    carried = torch.zeros(*batch, len(some), T, dtype=torch.float32, device=first.q.device)
+    carried = torch.zeros(*batch, len(some), T, dtype=torch.float32, device=first.device)
     carried[..., torch.arange(len(some)), torch.tensor(some)] = 1
     for record in reversed(records):
         seen = torch.zeros_like(carried)

@@ -166,7 +166,6 @@ class TopKeys:
         self.indices[:, :, block.rows, :count] = indices + block.columns.start
         if count < self.k:  # of keys that no query of the block may see
             rest = [s for s in range(self.k) if not block.columns.start <= s < block.columns.stop]
-            rest += list(range(block.columns.stop, block.columns.stop + self.k))
             others = torch.tensor(rest[: self.k - count], device=indices.device)
             self.indices[:, :, block.rows, count:] = others
             self.values[:, :, block.rows, count:] = 0

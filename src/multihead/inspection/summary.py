@@ -64,21 +64,35 @@ def summarize(records: Mapping[str, Record]) -> Summary:
                 "previous": lambda request: statistics.Pattern(request, "previous", None),
             }
         )  # fmt: skip
-        visible = found["visible"]
-        found["evenness"] = found["entropy"] / visible.log().masked_fill(visible <= 1, torch.nan)
+        visible = found["visible"].nan_to_num()
+        found["evenness"] = found["entropy"] / visible.log()
         of_heads: dict[str, list[float]] = {}
         for column in COLUMNS:
-            numbers = found[column]
-            if column == "max logit":
-                numbers = numbers.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1).flatten(0, -2).amax(0)
-            elif column == "previous":
-                numbers = numbers.flatten(0, -2).nanmean(0)
-            else:
-                numbers = numbers.transpose(-1, -2).flatten(0, -2).nanmean(0)
-            of_heads[column] = numbers.tolist()
+            if column == "previous":
+                of_heads[column] = found[column].flatten(0, -2).nanmean(0).tolist()
+                continue
+            # Queries that see nothing, or have nothing to be even over, are left out; any other NaN is the head's own.
+            counts = visible > (1 if column == "evenness" else 0)
+            over = _of_heads(found[column]), _of_heads(counts)
+            of_heads[column] = (_largest if column == "max logit" else _mean)(*over).tolist()
         for head in range(record.shape[-3]):
             rows.append({"layer": name, "head": head} | {column: of_heads[column][head] for column in COLUMNS})
     return Summary(rows)
+
+
+def _of_heads(found: Tensor) -> Tensor:
+    """(*batch, H, L) as (H, all queries)."""
+    return found.movedim(-2, 0).flatten(1)
+
+
+def _mean(numbers: Tensor, counts: Tensor) -> Tensor:
+    return numbers.masked_fill(~counts, 0.0).sum(1) / counts.sum(1)
+
+
+def _largest(numbers: Tensor, counts: Tensor) -> Tensor:
+    if not numbers.shape[1]:
+        return numbers.new_full(numbers.shape[:1], torch.nan)
+    return numbers.masked_fill(~counts, -torch.inf).amax(1).masked_fill(~counts.any(1), torch.nan)
 
 
 def _first(S: int, device: torch.device) -> Tensor:

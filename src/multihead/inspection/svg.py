@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from multihead.inspection.pictures import LEAST, MASKED, colors_of
+from multihead.inspection.pictures import LEAST, MASKED, NAN, colors_of
 from multihead.labels import shown
 
 _LEAST_SIDE = 180  # pixels of a map
@@ -82,8 +82,9 @@ def _image(values: Tensor, visible: Tensor) -> str:
 
     colors = colors_of("viridis")
     steps = 1 - values.clamp(LEAST, 1).log() / math.log(LEAST)  # from 0 to 1
-    indices = (1 + (254 * steps).round()).masked_fill(~visible, 0).to(torch.uint8)
-    palette = [to_rgb(MASKED), *(colors(i / 254)[:3] for i in range(255))]
+    shades = (2 + (253 * steps).round()).nan_to_num(1)
+    indices = shades.masked_fill(~visible, 0).to(torch.uint8)
+    palette = [to_rgb(MASKED), to_rgb(NAN), *(colors(i / 253)[:3] for i in range(254))]
     rows = b"".join(b"\0" + bytes(row) for row in indices.tolist())  # each with its filter before it: none
     whole = b"\x89PNG\r\n\x1a\n" + b"".join(
         _chunk(kind, data)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +15,7 @@ from multihead.compat import MultiheadAttention
 from multihead.errors import bad_type, bad_value
 from multihead.layer import AttentionLayer
 from multihead.swapping import as_drop_in
-from multihead.watching import Seen
+from multihead.watching import Join, Seen, Watcher
 
 Chosen = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
@@ -39,6 +40,8 @@ def layers_of(model: object, wanted: Chosen | None) -> dict[str, nn.Module]:
         if not found:
             raise bad_value("layers", "a function that says True of a layer", "none", "", f"There are {names}.")
     elif wanted is not None:
+        if not isinstance(wanted, Iterable):
+            raise bad_type("layers", "a name, several names, or a function of (name, layer)", wanted)
         patterns = [wanted] if isinstance(wanted, str) else list(wanted)
         for pattern in patterns:
             if not isinstance(pattern, str):
@@ -54,26 +57,18 @@ def layers_of(model: object, wanted: Chosen | None) -> dict[str, nn.Module]:
     return found
 
 
-def watched(layer: nn.Module, watcher: Callable[[Seen], None]) -> AbstractContextManager[None]:
-    """A layer that tells of its calls within the block. One of torch's is looked at from outside."""
-    if isinstance(layer, AttentionLayer):
-        return _having(layer, "watcher", watcher)
-    assert isinstance(layer, nn.MultiheadAttention)
-    given = layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        answer = given(*args, **kwargs)
-        _look_from_outside(layer, answer[0], watcher, args, kwargs)
-        return answer
-
-    return _having(layer, "forward", forward)
-
-
 @contextmanager
-def _having(layer: nn.Module, name: str, value: object) -> Iterator[None]:
-    """A layer with an attribute of its own within the block."""
+def watched(layer: nn.Module, watch: Watcher) -> Iterator[None]:
+    """A layer that tells of its calls within the block, besides whom it tells already. One of torch's is looked at from
+    outside."""
+    if isinstance(layer, AttentionLayer):
+        name, told = "watcher", layer.watcher
+        own: Any = _Watching([watch] if told is None else [told, watch])
+    else:
+        assert isinstance(layer, nn.MultiheadAttention)
+        name, own = "forward", _Forward(layer, layer.forward, watch)
     before = {key: held for key, held in vars(layer).items() if key == name}
-    layer.__dict__[name] = value
+    layer.__dict__[name] = own
     try:
         yield
     finally:
@@ -81,16 +76,53 @@ def _having(layer: nn.Module, name: str, value: object) -> Iterator[None]:
         layer.__dict__.update(before)
 
 
+class _Watching:
+    """A watcher, which copies of its layer have no part in: they may outlive the block."""
+
+    def __init__(self, watchers: list[Watcher]) -> None:
+        self.watchers = watchers
+
+    def __call__(self, seen: Seen) -> None:
+        for watch in self.watchers:
+            watch(seen)
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class _Forward:
+    """The forward of a layer of torch's, which then tells of the call. A copy of the layer has its own back."""
+
+    def __init__(self, layer: nn.MultiheadAttention, given: Callable[..., Any], watch: Watcher) -> None:
+        self.layer, self.given, self.watch = layer, given, watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        answer = self.given(*args, **kwargs)
+        _look_from_outside(self.layer, answer[0], self.watch, args, kwargs)
+        return answer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own_forward(copy.deepcopy(self.layer, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self.layer,)
+
+
+def _own_forward(layer: nn.MultiheadAttention) -> Any:
+    return type(layer).forward.__get__(layer)
+
+
 @torch.no_grad()
-def _look_from_outside(
-    layer: nn.MultiheadAttention, out: Tensor, watcher: Callable[[Seen], None], args: Any, kwargs: Any
-) -> None:
+def _look_from_outside(layer: nn.MultiheadAttention, out: Tensor, watcher: Watcher, args: Any, kwargs: Any) -> None:
     """Tell of a call of torch's layer, by a drop-in with the same parameters that stops before it attends."""
     twin = as_drop_in(layer)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, look: Any, dropout: float, scores: Any) -> Any:  # noqa: ARG001
         nothing = v.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
-        watcher(Seen(q, k, v, mask, scores, dropout, out, join=joined))
+        watcher(Seen(q, k, v, mask, scores, dropout, out, join=Join(joined, layer.out_proj)))
         return nothing, None
 
     def joined(heads: Tensor) -> Tensor:

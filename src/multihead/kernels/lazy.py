@@ -148,8 +148,8 @@ def weights_of(
         make: (B, H, L, S), or (B, L, S) if the mean is wanted; called without gradients.
         define: what the definition says of `inputs`, as `reference.attention` gives it.
         inputs: q, k, the bias and whatever else gets a gradient.
-        watched: other tensors that they are made of. If one of these or the bias is changed before they are, an error
-            says so.
+        watched: other tensors that they are made of. If one of these, q, k or the bias is changed before they are, an
+            error says so.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         weights: Tensor = _Weights.apply(plan, make, define, len(inputs), *inputs, *watched)
@@ -166,14 +166,14 @@ def unrecorded(
     if not plan.lazy:
         with torch.no_grad():
             return plan.formed(make())
-    others = [t for t in (inputs[2], *watched) if t is not None and not t.is_inference()]
+    others = [t for t in (*inputs[:3], *watched) if t is not None and not t.is_inference()]
     versions = [t._version for t in others]
 
     def make_later() -> Tensor:
         if [t._version for t in others] != versions:
             raise RuntimeError(
-                "multihead: a mask or bias of this call was changed in place before its weights were read. Read them "
-                "first, pass a clone, or set MultiheadAttention.lazy_weights = False."
+                "multihead: a mask, bias or input of this call was changed in place before its weights were read. Read "
+                "them first, pass a clone, or set MultiheadAttention.lazy_weights = False."
             )
         return plan.formed(make())
 
