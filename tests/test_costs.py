@@ -83,6 +83,43 @@ def test_by_hand():
     assert half.cache_bytes == 2 * H * D * 2
 
 
+def test_bytes_by_hand():
+    layer = {"embed_dim": E, "num_heads": H, "qk_norm": True, "position": mh.Rotary(6)}
+    plain, trained = (mh.explain(layer, batch=B, length=L, training=training).costs for training in (False, True))
+    rows = 2 * B * L * E  # q and k
+    for step in ("norms", "Rotary"):
+        assert plain[step] == (0, 4 * 2 * rows)  # read and written
+        assert trained[step] == (0, 4 * 4 * rows)  # and the same of their gradients
+    assert trained["out_proj"].bytes == 3 * plain["out_proj"].bytes == 3 * 4 * (2 * B * L * E + E * E)
+    one = 4 * B * L * E  # q, k, v, out, or a gradient
+    assert plain["attention"].bytes == 4 * one
+    assert trained["attention"].bytes == (4 + 4 + 1 + 4) * one  # read; again; the output's gradient; three gradients
+
+
+def test_what_does_not_learn_has_no_gradient():
+    layer = mh.Attention(E, H, packed=False)
+    layer.k_proj.requires_grad_(False)
+    costs = mh.explain(layer, batch=B, length=L, training=True).costs
+    assert costs["k_proj"].flops == 2 * 2 * B * L * E * E
+    assert costs["q_proj"].flops == 3 * 2 * B * L * E * E
+
+
+def test_complex_numbers():
+    layer = mh.Attention(E, H, dtype=torch.complex64)
+    found, real = (
+        mh.explain(layer, batch=B, length=L, training=False),
+        mh.explain({"embed_dim": E, "num_heads": H}, batch=B, length=L),
+    )
+    for step in ("qkv_proj", "out_proj"):
+        assert found.costs[step] == (4 * real.costs[step].flops, 2 * real.costs[step].bytes)
+    assert found.costs["attention"] == (2 * real.costs["attention"].flops, 2 * real.costs["attention"].bytes)
+
+
+def test_tables_are_counted_in_bytes():
+    table = mh.explain({"embed_dim": E, "num_heads": H, "position": mh.T5Bias(H)}, length=L).tables[0]
+    assert table.bytes == L * L * (4 * H + 8)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_peak_of_a_gate(training):
     T = 200
@@ -132,6 +169,34 @@ def test_which_argument_is_a_table(given, said):
     told = mh.explain({"embed_dim": 512, "num_heads": 8, "num_kv_heads": 2}, length=300, **given)
     about = [hint for hint in told.hints if "table" in hint]
     assert (said is None and not about) or (said is not None and len(about) == 1 and said in about[0]), told.hints
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_first": False}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}]
+)
+def test_what_is_said_of_a_drop_in_is_what_torchs_layer_does(options):
+    options = {"batch_first": True} | options
+    (said, *_) = [
+        hint for hint in mh.explain(mh.MultiheadAttention(12, 4, **options).eval(), length=300).hints if "torch" in hint
+    ]
+    x = torch.randn(1, 300, 12) if options["batch_first"] else torch.randn(300, 1, 12)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as seen:
+        torch.nn.MultiheadAttention(12, 4, **options).eval()(x, x, x)
+    assert "aten::_native_multi_head_attention" not in {event.key for event in seen.key_averages()}
+    assert "would not take its fast path" in said
+
+
+@pytest.mark.parametrize(
+    ("mask", "size"),
+    [
+        (mh.causal(), "300 x 300, 352 KiB"),
+        (mh.lengths([7, 300]), "2 x 300, 2.34 KiB"),
+        (mh.documents(torch.zeros(2, 300, dtype=torch.long)), "8 x 300 x 300, 2.75 MiB"),
+    ],
+)
+def test_the_mask_that_torchs_layer_would_take(mask, size):
+    told = mh.explain({"embed_dim": 12, "num_heads": 4}, batch=2, length=300, training=True, mask=mask)
+    assert told.hints[0].endswith(f"scaled_dot_product_attention with a mask of {size}")
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -60,6 +60,48 @@ def test_the_drop_in(batch_first, source_length):
 
 
 @pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("own", [mh.ALiBi(H), mh.T5Bias(H)], ids=["alibi", "t5"])
+@pytest.mark.parametrize("given", [torch.zeros(1, 300), mh.ALiBi(H)], ids=["tensor", "alibi"])
+def test_two_biases_are_a_table(own, given, training):
+    found = mh.explain(mh.Attention(E, H, position=own), length=300, bias=given, training=training, measure=True)
+    assert any("sum of two biases" in table.what for table in found.tables)
+    # Some of the tables are gone by the time that most is there.
+    assert found.peak == pytest.approx(found.measured.peak, rel=0.4)
+    if found.kernel == "native":
+        alone = mh.explain(mh.Attention(E, H, position=mh.ALiBi(H)), length=300)
+        assert not alone.tables
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("kind", [mh.Attention, mh.MultiheadAttention])
+@pytest.mark.parametrize("training", [True, False])
+def test_keys_and_values_of_other_widths(kind, training):
+    layer = kind(E, H, kdim=33, vdim=44)
+    with pytest.raises(ValueError, match="source_length: expected given, for a layer with kdim=33 and vdim=44"):
+        mh.explain(layer)
+    found = mh.explain(layer, batch=2, length=7, source_length=9, training=training, measure=True)
+    shape = (2, 9) if kind is mh.Attention else (9, 2)
+    assert f"key {(*shape, 33)}, value {(*shape, 44)}" in found.inputs
+    assert set(found.measured.steps) == set(found.costs)
+
+
+@pytest.mark.usefixtures("once")
+def test_layers_and_places_that_are_not_plain():
+    wrapped = mh.Attention(E, H)
+    wrapped.out_proj = torch.nn.Sequential(wrapped.out_proj)
+    assert mh.explain(wrapped, length=300, measure=True).measured
+    layer = mh.Attention(E, H)
+    with torch.inference_mode():
+        assert mh.explain(layer, training=True, measure=True).measured
+    try:
+        torch.set_default_device("meta")
+        assert mh.explain({"embed_dim": E, "num_heads": H, "device": "cpu"}, measure=True).measured
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("once")
 def test_the_operation_is_the_one_that_ran(native):
     for options, given, operation in (
         ({"mask": mh.causal()}, {"training": True}, "multihead::forward" if native else None),
@@ -128,6 +170,15 @@ def test_the_machine_is_seen_to_multiply_and_to_copy(monkeypatch):
     assert found.told == "float32 on cpu, 1 thread"
 
 
+def test_half_precision_is_no_slower_than_what_it_is_computed_in(monkeypatch):
+    monkeypatch.setattr(machine, "_WIDTH", 16)
+    monkeypatch.setattr(machine, "_COPIED", 1024)
+    times = iter([4.0, 0.5, 1.0])  # torch's product in bfloat16, in float32, and the copy
+    monkeypatch.setattr(machine, "fastest", lambda run, _: (next(times), 3) if run() is not None else None)
+    found = machine.calibrate(torch.device("cpu"), torch.bfloat16)
+    assert found.flops == 2 * 16**3 / 0.5
+
+
 def test_the_fastest_run_counts(monkeypatch):
     clock = iter([0.0, 0.0, 3.0, 9.0, 9.0, 10.0, 20.0, 20.0, 22.0, 30.0, 30.0, 35.0, 40.0, 40.0, 44.0, 50.0])
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
@@ -157,7 +208,7 @@ def test_text(found):
     row = next(line for line in lines if line.startswith("  attention ") and "FLOP" not in line and "ms" in line)
     assert row.split()[-2:] == ["1", "ms"]
     assert any("calibrated: 100 GFLOP/s, 10 GB/s in float32 on cpu, 1 thread" in line for line in lines)
-    assert any("the fastest of 1 runs; attention spent" in line for line in lines)
+    assert any("the fastest of 1 runs; attention's forward pass spent" in line for line in lines)
 
 
 def test_as_json(found):
@@ -268,7 +319,8 @@ def test_command(tmp_path):
 def test_command_with_a_place_that_is_not_there(tmp_path):
     pytest.importorskip("matplotlib")
     for option in ("--html", "--png"):
-        result = CliRunner().invoke(cli.app, [*LINE, option, str(tmp_path / "no" / "a")], prog_name="multihead")
+        place = str(tmp_path / "no" / f"a.{option[2:]}")
+        result = CliRunner().invoke(cli.app, [*LINE, option, place], prog_name="multihead")
         assert result.exit_code == 2
         assert result.stderr.startswith(f"multihead: {option}: expected a file that can be written, got")
         assert len(result.stderr.splitlines()) == 1

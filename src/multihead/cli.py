@@ -227,12 +227,10 @@ def _explain(
     html: Annotated[Path | None, typer.Option(help="A file for all of it as a page.")] = None,
     png: Annotated[Path | None, typer.Option(help="A file for a roofline plot.")] = None,
 ) -> None:
+    if png is not None and png.suffix != ".png":
+        refuse(f"--png: expected a name that ends in .png, got {str(png)!r}.")
     if measure:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells of itself between the lines
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a device that it does not have
-        refuse(f"--device: {device} can't be used: {str(error).splitlines()[0]}")
     try:
         if causal and right is not None:
             refuse("--right: expected none with --causal, which shows no token after the own one. Leave one out.")

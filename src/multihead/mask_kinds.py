@@ -56,12 +56,28 @@ class Mask(ABC):
         """The same mask with its tensors on `device`."""
         return self._map(lambda _name, tensor: tensor.to(device))
 
+    @property
+    def differs_by_row(self) -> bool:
+        """Whether it is not the same for all rows of the one batch axis."""
+        return any(t.ndim > self._own_axes(name) and t.shape[0] > 1 for name, t in self.tensors().items())
+
+    def of_row(self, b: int) -> Mask:
+        """The mask of one row of the one batch axis."""
+
+        def pick(name: str, tensor: Tensor) -> Tensor:
+            return tensor[b : b + 1] if tensor.ndim > self._own_axes(name) and tensor.shape[0] > 1 else tensor
+
+        return self._map(pick)
+
+    def _own_axes(self, name: str) -> int:
+        """Of a tensor, those that are not of the batch."""
+        return 3 if isinstance(self, Dense) else {"n": 0, "keep": 1, "q_ids": 1, "k_ids": 1}[name]
+
     def flattened(self, batch: tuple[int, ...]) -> Mask:
         """The same mask with the batch axes of its tensors joined into one, for kernels that know one batch axis."""
-        own_axes = {"n": 0, "keep": 1, "q_ids": 1, "k_ids": 1}
 
         def flatten(name: str, tensor: Tensor) -> Tensor:
-            own = 3 if isinstance(self, Dense) else own_axes[name]
+            own = self._own_axes(name)
             if tensor.ndim <= own:
                 return tensor
             own_shape = tensor.shape[tensor.ndim - own :]
@@ -308,6 +324,13 @@ class Joined(Mask):
     def flattened(self, batch: tuple[int, ...]) -> Mask:
         return type(self)(self.a.flattened(batch), self.b.flattened(batch))  # type: ignore[call-arg]
 
+    @property
+    def differs_by_row(self) -> bool:
+        return self.a.differs_by_row or self.b.differs_by_row
+
+    def of_row(self, b: int) -> Mask:
+        return type(self)(self.a.of_row(b), self.b.of_row(b))  # type: ignore[call-arg]
+
 
 @dataclass(frozen=True, eq=False)
 class And(Joined):
@@ -363,6 +386,13 @@ class Not(Mask):
 
     def flattened(self, batch: tuple[int, ...]) -> Mask:
         return Not(self.a.flattened(batch))
+
+    @property
+    def differs_by_row(self) -> bool:
+        return self.a.differs_by_row
+
+    def of_row(self, b: int) -> Mask:
+        return Not(self.a.of_row(b))
 
     def __repr__(self) -> str:
         return f"~{_bracketed(self.a, And, Or)}"

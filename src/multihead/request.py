@@ -113,6 +113,22 @@ class Request:
         """A rectangle of a table (..., L or 1, S or 1), as a view with four axes."""
         return _four_axes(Tile(self.sizes.L, self.sizes.S, *self.positions(), rows, columns).per_pair(table))
 
+    @property
+    def differs_by_row(self) -> bool:
+        """Whether the mask, or where tokens stand, is not the same for all rows of the batch."""
+        at = () if self.has_default_positions else self.positions()
+        return any(t.ndim == 2 and t.shape[0] > 1 for t in at) or (self.mask is not None and self.mask.differs_by_row)
+
+    def of_row(self, b: int) -> Request:
+        """The request of one row of the batch."""
+        bias = self.bias[b : b + 1] if isinstance(self.bias, Tensor) and self.bias.ndim == 4 else self.bias
+        other = self.with_tensors(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1], bias)
+        other.sizes = self.sizes._replace(B=1)
+        other.mask = None if self.mask is None else self.mask.of_row(b)
+        if not self.has_default_positions:
+            other.place(*(t[b] if t.ndim == 2 and t.shape[0] > 1 else t for t in self.positions()))
+        return other
+
     def with_tensors(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Position | None) -> Request:
         """The same request over other tensors, for a backward pass that gets them from autograd."""
         other = object.__new__(Request)  # each step of training comes by here, and copy.copy takes ten times as long

@@ -51,10 +51,14 @@ class Cost(NamedTuple):
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
 
-def of_projection(tokens: int, width: int, out: int, itemsize: int, training: bool) -> Cost:
-    """Of `tokens` rows times a (width, out) matrix."""
+def of_projection(
+    tokens: int, width: int, out: int, itemsize: int, training: bool, learns: bool = True, is_complex: bool = False
+) -> Cost:
+    """Of `tokens` rows times a (width, out) matrix. Itemsize is of a real number; a multiply-add of complex ones is
+    four of real ones. A matrix that does not learn has no gradient."""
     flops, moved = 2 * tokens * width * out, itemsize * (tokens * width + width * out + tokens * out)
-    return Cost(3 * flops, 3 * moved) if training else Cost(flops, moved)
+    times = (2 + learns) if training else 1
+    return Cost(times * flops * (4 if is_complex else 1), times * moved * (2 if is_complex else 1))
 
 
 def of_attention(request: Request, pairs: int, itemsize: int, training: bool) -> Cost:
@@ -92,8 +96,12 @@ def binary(number: float) -> str:
 def visible_pairs(request: Request) -> int:
     """How many pairs of a query and a key may see each other, over all heads and rows of the batch. Exact."""
     B, H, _, L, S, _, _ = request.sizes
-    if request.mask is None or not L or not S:
+    if request.mask is None or not B or not L or not S:
         return B * H * L * S
+    if B > 1:  # a block that is whole in most rows of the batch is looked at for the others alone
+        if not request.differs_by_row:
+            return B * visible_pairs(request.of_row(0))
+        return sum(visible_pairs(request.of_row(b)) for b in range(B))
     size, columns = _CELL, _sizes(S, _CELL, request.q.device)
     chunk = size * max(1, _MOST_BLOCKS // len(columns))  # queries whose blocks are looked at together
     total = 0
@@ -102,17 +110,14 @@ def visible_pairs(request: Request) -> int:
         bounds = request.bounds(size, size, slice(first, stop))
         assert bounds is not None
         rows = _sizes(stop - first, size, request.q.device)
-        share = B // bounds.some.shape[0]  # rows of the batch that a bound stands for
-        total += int((bounds.every * rows[:, None] * columns).sum()) * share * H
-        for i, j in (bounds.some & ~bounds.every).any(0).nonzero().tolist():
+        total += int((bounds.every * rows[:, None] * columns).sum()) * H
+        for i, j in (bounds.some & ~bounds.every)[0].nonzero().tolist():
             start = first + i * size
             span = slice(start, min(stop, start + size)), slice(j * size, min(S, (j + 1) * size))
             visible = request.visible(*span)
             assert visible is not None
             pairs = visible.expand(*visible.shape[:2], span[0].stop - span[0].start, span[1].stop - span[1].start)
-            counted = pairs.sum((2, 3)).expand(B, H).sum(1)
-            # In other rows of the batch the block may be whole, and is counted.
-            total += int((counted * (~bounds.every[:, i, j]).expand(B)).sum())
+            total += int(pairs.sum((2, 3)).expand(1, H).sum())
     return total
 
 

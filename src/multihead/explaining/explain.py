@@ -22,6 +22,7 @@ from multihead.kernels.table import BIAS_BYTES, Table
 from multihead.layer import AttentionLayer
 from multihead.masks import Mask
 from multihead.module import Attention
+from multihead.options import check_flags
 from multihead.plane import Plane
 from multihead.positions import Position
 from multihead.request import Request, make_request
@@ -66,11 +67,16 @@ def explain(
     layer = _layer(subject)
     is_layer = isinstance(subject, AttentionLayer)
     training = (is_layer and layer.training) if training is None else training
+    check_flags(training=training, measure=measure)
     B, L = check_size("batch", batch, least=0), check_size("length", length, least=0)
     S = L if source_length is None else check_size("source_length", source_length, least=0)
-    held = next(layer.parameters(), torch.empty(0))
-    where = torch.device(device) if device is not None else held.device if is_layer else torch.device("cpu")
-    kind = dtype if dtype is not None else held.dtype
+    if max(B, 1) * max(L, S) * layer.embed_dim >= 2**62:
+        raise bad_value("length", "sizes that a tensor can have", f"{B} x {max(L, S)} x {layer.embed_dim}")
+    if source_length is None and not layer.kdim == layer.vdim == layer.embed_dim:
+        expected = f"given, for a layer with kdim={layer.kdim} and vdim={layer.vdim} beside embed_dim={layer.embed_dim}"
+        raise bad_value("source_length", expected, None)
+    where, kind = _where(subject, layer, device), _kind(layer, dtype)
+    itemsize = kind.itemsize // (2 if kind.is_complex else 1)  # attention reads complex numbers as two real ones
     with torch.inference_mode(False), torch.set_grad_enabled(training):  # whatever is recorded around this call
         request = _request(layer, B, L, S, training, mask, bias, where, kind)
         choice = choose(request)
@@ -83,33 +89,33 @@ def explain(
                 layer, torch.empty((), device=where, dtype=kind).expand(B, L, layer.embed_dim)
             )
         seen = visible_pairs(request)
-    E = layer.embed_dim
     kernel = choice.kernel.NAME if why_not_whole else whole.NAME
-    inputs = f"x {(B, L, E)}" + ("" if source_length is None else f", context {(B, S, layer.kdim)}")
     if why_not_whole:
-        tables = [*_learned_tables(layer, bias, L, S), *choice.kernel.tables(request)]
+        tables = [*_bias_tables(layer, bias, L, S), *choice.kernel.tables(request)]
     else:
         tables = whole.tables(layer, B, L, kind.itemsize)
+    mode = "training" if training else "not training"
     machine, measured = None, None
     if measure:
         if min(B, L, S) < 1:
             raise bad_value("measure", "sizes of at least 1 to run", f"batch={B}, length={L}, source_length={S}")
         call = _call(subject, layer, (B, L, source_length), mask, bias, training, where, kind)
-        machine, measured = calibrate(where, kind), run_measured(call, kernel)
+        with torch.inference_mode(False):
+            machine, measured = calibrate(where, kind), run_measured(call, kernel)
     return Explanation(
         subject=f"{type(layer).__name__}({layer.extra_repr()})",
-        inputs=f"{inputs}, {str(kind).removeprefix('torch.')} on {where}, {'training' if training else 'not training'}",
+        inputs=f"{_inputs(layer, B, L, source_length)}, {str(kind).removeprefix('torch.')} on {where}, {mode}",
         kernel=kernel,
         refusals={whole.NAME: [why_not_whole] if why_not_whole else [], **choice.refusals},
         drawbacks=choice.drawbacks,
         tables=tables,
         steps=_steps(layer, B, L, S, source_length is None, kernel),
-        costs=_costs(layer, request, seen, source_length is None, training, kind.itemsize),
+        costs=_costs(layer, request, seen, source_length is None, training, itemsize),
         pairs=(seen, B * layer.num_heads * L * S),
         parameters=sum(parameter.numel() for parameter in layer.parameters()),
-        peak=peak_bytes(layer, request, tables, training, kind.itemsize),
+        peak=peak_bytes(layer, request, tables, training, itemsize),
         cache_bytes=layer.num_kv_heads * (layer.head_dim + layer.value_dim) * kind.itemsize,
-        hints=hints(layer, request, bias, tables, choice.refusals, source_length is None, training, kind.itemsize),
+        hints=hints(layer, request, bias, tables, choice.refusals, source_length is None, training, itemsize),
         machine=machine,
         measured=measured,
     )
@@ -132,7 +138,51 @@ def _layer(subject: object) -> AttentionLayer:
             instead = "For a layer of another kind make it and pass the layer."
             raise bad_value("subject", "arguments of Attention", name, "", instead) from None
     instead = "For a model explain one of its layers; for a configuration pass a dict of Attention's arguments."
+    if isinstance(subject, nn.MultiheadAttention):
+        instead = "multihead.swap(model) makes one of torch's layer."
     raise bad_type("subject", "an Attention, or a mapping of its arguments", subject, "", instead)
+
+
+def _where(subject: object, layer: AttentionLayer, device: torch.device | str | None) -> torch.device:
+    """Where the call would run; a layer on meta is asked about on the CPU."""
+    if device is None and isinstance(subject, Mapping):
+        device = subject.get("device")
+    if device is None:
+        where = next(layer.parameters(), torch.empty(0, device="cpu")).device
+    else:
+        try:
+            where = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:  # what torch raises for one that it does not have
+            said = str(error).splitlines()[0].partition(". ")[0]
+            raise bad_value("device", "one that is here", repr(device), said) from None
+    return torch.device("cpu") if where.type == "meta" else where
+
+
+def _kind(layer: AttentionLayer, dtype: torch.dtype | None) -> torch.dtype:
+    kind = next((p.dtype for p in layer.parameters()), torch.float32) if dtype is None else dtype
+    if not isinstance(kind, torch.dtype) or not (kind.is_floating_point or kind.is_complex):
+        raise bad_type("dtype", "a torch.dtype of floating point or complex numbers", kind)
+    return kind
+
+
+def _sources(layer: AttentionLayer, is_self: bool) -> tuple[str, str, str]:
+    """What query, key and value are called."""
+    if is_self:
+        return "x", "x", "x"
+    return ("x", "context", "context") if layer.kdim == layer.vdim else ("x", "key", "value")
+
+
+def _inputs(layer: AttentionLayer, B: int, L: int, S: int | None) -> str:
+    """Their shapes, as the layer takes them."""
+
+    def shape(tokens: int, width: int) -> tuple[int, int, int]:
+        return (B, tokens, width) if getattr(layer, "batch_first", True) else (tokens, B, width)
+
+    told = {"x": shape(L, layer.embed_dim)}
+    if S is not None:
+        _, key, value = _sources(layer, False)
+        told |= {key: shape(S, layer.kdim), value: shape(S, layer.vdim)}
+    return ", ".join(f"{name} {size}" for name, size in told.items())
 
 
 def _call(
@@ -149,19 +199,23 @@ def _call(
     if not isinstance(subject, AttentionLayer):
         with torch.random.fork_rng([]):
             layer = Attention(**dict(subject) | {"device": device, "dtype": dtype})
-    weight = layer.out_proj.weight
-    if (weight.device, weight.dtype) != (torch.empty(0, device=device).device, dtype):
-        instead = "Leave device and dtype out, or convert the layer."
-        got = f"{dtype} on {device}"
-        raise bad_value("measure", f"the layer's own kind, {weight.dtype} on {weight.device}", got, "", instead)
+    for held in layer.parameters():
+        if (held.device, held.dtype) != (device, dtype):
+            instead = "Leave device and dtype out, or convert the layer."
+            got = f"{dtype} on {device}"
+            raise bad_value("measure", f"the layer's own kind, {held.dtype} on {held.device}", got, "", instead)
     B, L, S = sizes
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(tokens: int, width: int) -> Tensor:
-        return torch.randn(B, tokens, width, generator=generator).to(device, dtype)
+        kind = torch.promote_types(dtype, torch.float32)
+        return torch.randn(B, tokens, width, generator=generator, device="cpu", dtype=kind).to(device, dtype)
 
-    context = None if S is None else draw(S, layer.kdim)
-    return Call(layer, draw(L, layer.embed_dim), context, mask, bias, training)
+    with torch.inference_mode(False):
+        x = draw(L, layer.embed_dim)
+        key = x if S is None else draw(S, layer.kdim)
+        value = key if layer.kdim == layer.vdim else draw(key.shape[1], layer.vdim)
+        return Call(layer, x, key, value, mask, bias, training)
 
 
 def _request(
@@ -202,21 +256,34 @@ def _learns(bias: Tensor | Position | None) -> bool:
     return isinstance(bias, Tensor) and bias.requires_grad
 
 
-def _learned_tables(layer: AttentionLayer, bias: Tensor | Position | None, L: int, S: int) -> list[Table]:
-    learned = [part for part in (layer.position, bias) if isinstance(part, nn.Module) and part.biases]
-    if not learned:
-        return []
-    what = f"a bias of {layer.num_heads} x {L} x {S} and its indices"
-    why = f"{' and '.join(type(part).__name__ for part in learned)} is read from a table that is learned"
-    return [Table(what, why, L * S * (layer.num_heads * BIAS_BYTES + torch.int64.itemsize))]
+def _bias_tables(layer: AttentionLayer, bias: Tensor | Position | None, L: int, S: int) -> list[Table]:
+    """Those that are made before a kernel is asked: of what is learned, and of two biases."""
+    own = layer.position if layer.position is not None and layer.position.biases else None
+    each = f"{layer.num_heads} x {L} x {S}"
+    size = layer.num_heads * L * S * BIAS_BYTES
+    found = []
+    for part in (own, bias):
+        name = type(part).__name__
+        if isinstance(part, nn.Module):
+            indices = L * S * torch.int64.itemsize
+            found.append(
+                Table(f"a bias of {each} and its indices", f"{name} reads a table that is learned", size + indices)
+            )
+        elif isinstance(part, Position) and own is not None and bias is not None:
+            found.append(Table(f"a bias of {each}", f"{name} is added to another bias", size))
+    if own is not None and bias is not None:
+        found.append(Table(f"the sum of two biases of {each}", "kernels take one", size))
+    return found
 
 
 def _steps(layer: AttentionLayer, B: int, L: int, S: int, is_self: bool, kernel: str) -> list[tuple[str, str]]:
     H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
-    query, source = "x", "x" if is_self else "context"
-    sources = {"q": (query, L, layer.embed_dim), "k": (source, S, layer.kdim), "v": (source, S, layer.vdim)}
+    names = _sources(layer, is_self)
+    sources = dict(
+        zip("qkv", zip(names, (L, S, S), (layer.embed_dim, layer.kdim, layer.vdim), strict=True), strict=True)
+    )
     steps: list[tuple[str, str]] = []
-    for name, parts, rows, _ in layer.products(query, source, source):
+    for name, parts, rows, _ in layer.products(*names):
         text, tokens, width = sources[parts[0]]
         steps.append((name, f"{text} {(B, tokens, width)} -> {', '.join(parts)} {(B, tokens, rows.stop - rows.start)}"))
     steps.append(("heads", f"q {(B, H, L, D)}, k {(B, K, S, D)}, v {(B, K, S, V)}"))
@@ -237,13 +304,20 @@ def _costs(
     layer: AttentionLayer, request: Request, pairs: int, is_self: bool, training: bool, itemsize: int
 ) -> dict[str, Cost]:
     """By step, those that cost next to nothing left out."""
-    B, H, K, L, S, D, V = request.sizes
-    query, source = "x", "x" if is_self else "context"
+    B, H, K, L, S, D, _ = request.sizes
+    joined, is_complex = H * layer.value_dim, layer.head_dim != D  # a request has complex numbers as two real ones
     sources = {"q": (L, layer.embed_dim), "k": (S, layer.kdim), "v": (S, layer.vdim)}
     costs: dict[str, Cost] = {}
-    for name, parts, rows, _ in layer.products(query, source, source):
+
+    def projection(name: str, tokens: int, width: int, out: int) -> Cost:
+        module = layer._modules[name]
+        assert module is not None
+        learns = any(p.requires_grad for p in module.parameters())
+        return of_projection(B * tokens, width, out, itemsize, training, learns, is_complex)
+
+    for name, parts, rows, _ in layer.products(*_sources(layer, is_self)):
         tokens, width = sources[parts[0]]
-        cost = of_projection(B * tokens, width, rows.stop - rows.start, itemsize, training)
+        cost = projection(name, tokens, width, rows.stop - rows.start)
         costs[name] = costs.get(name, Cost(0, 0)) + cost
     turned = B * (H * L + K * S) * D
     if layer.q_norm is not None:
@@ -252,6 +326,6 @@ def _costs(
         costs[type(layer.position).__name__] = of_rows(turned, itemsize, training)
     costs["attention"] = of_attention(request, pairs, itemsize, training)
     if layer.gate_proj is not None:
-        costs["gate_proj"] = of_projection(B * L, layer.embed_dim, H * V, itemsize, training)
-    costs["out_proj"] = of_projection(B * L, H * V, layer.out_dim, itemsize, training)
+        costs["gate_proj"] = projection("gate_proj", L, layer.embed_dim, joined)
+    costs["out_proj"] = projection("out_proj", L, joined, layer.out_dim)
     return costs

@@ -26,7 +26,7 @@ class Explanation:
     costs: dict[str, Cost]  # by step: operations and bytes, in training with the backward pass
     pairs: tuple[int, int]  # of a query and a key, over all heads: that may see each other, and all
     parameters: int
-    peak: int  # bytes: the most that is there at once besides inputs and parameters
+    peak: int  # bytes: the most that is there at once besides inputs and parameters, without what a kernel works in
     cache_bytes: int  # of one token in a cache, as it comes
     hints: list[str]
     machine: Machine | None  # what predictions of time are made with; None: nothing was calibrated, there are none
@@ -134,15 +134,16 @@ class Explanation:
             rates = f"{decimal(self.machine.flops)}FLOP/s, {decimal(self.machine.bandwidth)}B/s"
             how = f"calibrated: {rates} in {self.machine.told}"
         notes = [
-            f"2 for a multiply-add; {share} are visible; bound by: above {self.balance:.3g} FLOP/byte compute, {how}",
-            f"{self.parameters:,} parameters; {binary(self.peak)} at once besides inputs and parameters; a token in a "
-            f"cache takes {self.cache_bytes:,} bytes",
+            f"2 for a multiply-add; {share} are visible by the mask; bound by: above {self.balance:.3g} FLOP/byte "
+            f"compute, {how}",
+            f"{self.parameters:,} parameters; at least {binary(self.peak)} at once besides inputs and parameters; a "
+            f"token in a cache takes {self.cache_bytes:,} bytes",
         ]
         if self.measured is not None:
             found = self.measured
             notes.append(
-                f"measured: the fastest of {found.runs} runs; attention spent {found.share:.0%} of its time in "
-                f"{found.operation}; {binary(found.peak)} at once"
+                f"measured: the fastest of {found.runs} runs; attention's forward pass spent {found.share:.0%} of its "
+                f"time in {found.operation}; {binary(found.peak)} at once"
             )
         return notes
 

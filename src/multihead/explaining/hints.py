@@ -3,6 +3,7 @@ makes a table."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -28,7 +29,12 @@ def hints(
 ) -> list[str]:
     """One line each."""
     _, H, K, L, S, D, V = request.sizes
-    found = _of_torch(layer, request, is_self, training, itemsize) if L * S > _MANY else []
+    found = []
+    if getattr(layer, "bias_k", None) is not None or getattr(layer, "add_zero_attn", False):
+        found.append("the keys of add_bias_kv and add_zero_attn are not counted")
+    elif not layer.attends_plainly:
+        found.append(f"{type(layer).__name__}.attend is its own: what it runs is not known here")
+    found += _of_torch(layer, request, is_self, training, itemsize) if L * S > _MANY else []
     if K == H and H % 4 == 0:
         fewer = H // 4
         one, now = fewer * (D + V) * itemsize, K * (D + V) * itemsize
@@ -47,6 +53,11 @@ def _of_torch(layer: AttentionLayer, request: Request, is_self: bool, training: 
         "key is not query": not is_self,
         "an odd number of heads": H % 2 == 1,
         "a mask of floats": request.bias is not None,
+        "batch_first=False": not getattr(layer, "batch_first", True),
+        "no bias": getattr(layer.out_proj, "bias", layer) is None,  # a wrapped one may have it inside
+        "add_bias_kv": getattr(layer, "bias_k", None) is not None,
+        "add_zero_attn": bool(getattr(layer, "add_zero_attn", False)),
+        "kdim or vdim": not layer.kdim == layer.vdim == layer.embed_dim,
     }
     why_not = [reason for reason, holds in conditions.items() if holds]
     if not why_not:
@@ -56,7 +67,7 @@ def _of_torch(layer: AttentionLayer, request: Request, is_self: bool, training: 
         )
     else:
         kept = ", which training keeps" if training else ""
-        table = "" if request.mask is None else f" with a mask of {L} x {S}, {binary(L * S * itemsize)}"
+        table = "" if request.mask is None else f" with a mask of {_mask_of_torch(request, itemsize)}"
         found.append(
             f"torch.nn.MultiheadAttention would not take its fast path ({why_not[0]}): its default call makes weights "
             f"of {size}{kept}; with need_weights=False it runs scaled_dot_product_attention{table}"
@@ -71,9 +82,19 @@ def _of_torch(layer: AttentionLayer, request: Request, is_self: bool, training: 
         "scale": layer.scale is not None,
         "sinks": layer.sinks is not None,
         "gate": layer.gate_proj is not None,
+        "complex numbers": layer.head_dim != request.sizes.D,
     }
     missing = [name for name, is_there in lacks.items() if is_there]
     return [*found, f"torch.nn.MultiheadAttention has no {', no '.join(missing)}"] if missing else found
+
+
+def _mask_of_torch(request: Request, itemsize: int) -> str:
+    """The mask of numbers that the request's would be."""
+    B, H, _, L, S, _, _ = request.sizes
+    corner = request.visible(slice(0, min(2, L)), slice(0, min(2, S)))
+    b, h, rows, _ = (1, 1, 1, 1) if corner is None else corner.shape
+    sizes = (B, S) if rows == 1 and h == 1 else (L, S) if b == h == 1 else (B * H, L, S)  # one of padding, or of pairs
+    return f"{' x '.join(map(str, sizes))}, {binary(math.prod(sizes) * itemsize)}"
 
 
 def _of_tables(

@@ -27,8 +27,8 @@ class Measured:
     seconds: float  # of the whole call
     runs: int  # that it is the shortest of
     steps: dict[str, float]  # seconds of each step run by itself; none where the layer is one operation
-    operation: str  # in which attention spent most of its time, as the profiler names it
-    share: float  # of attention's time, from 0 to 1
+    operation: str  # in which attention's forward pass spent most of its time, as the profiler names it
+    share: float  # of that pass, from 0 to 1
     peak: int  # bytes, the most that was there at once besides inputs and parameters
 
 
@@ -38,35 +38,35 @@ class Call:
 
     layer: AttentionLayer
     x: Tensor  # (B, L, E)
-    context: Tensor | None  # (B, S, E)
+    key: Tensor  # (B, S, kdim); in self-attention x
+    value: Tensor  # (B, S, vdim); key where that has its width
     mask: Mask | Tensor | None
     bias: Tensor | Position | None
     training: bool
 
     def run(self) -> Tensor:
         """The layer's output, by its public call."""
-        x, context = self.x, self.context
         options = {"mask": self.mask, "bias": self.bias}
+        sources = [self.x, self.key, self.value]
         if not hasattr(self.layer, "batch_first"):
-            return self.layer(x, context, **options)
+            return self.layer(*sources, **options)
         if not self.layer.batch_first:
-            x, context = x.transpose(0, 1), None if context is None else context.transpose(0, 1)
-        source = x if context is None else context
-        out: Tensor = self.layer(x, source, source, need_weights=False, **options)[0]
+            turned = {id(t): t.transpose(0, 1) for t in sources}  # what is one tensor has to stay one
+            sources = [turned[id(t)] for t in sources]
+        out: Tensor = self.layer(*sources, need_weights=False, **options)[0]
         return out
 
     def steps(self) -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
         """Each step: its name, what computes it, and what of."""
-        layer, x = self.layer, self.x
-        source = x if self.context is None else self.context
-        sources = {"q": x, "k": source, "v": source}
+        layer = self.layer
+        sources = {"q": self.x, "k": self.key, "v": self.value}
         by_projection: dict[str, str] = {}
-        for name, parts, _, _ in layer.products(x, source, source):
+        for name, parts, _, _ in layer.products(self.x, self.key, self.value):
             by_projection[name] = by_projection.get(name, "") + parts
         for name, parts in by_projection.items():
             yield name, *self._projection({part: sources[part] for part in parts})
         with torch.no_grad():
-            q, k, v = layer.project(x, source, source, (None, None))
+            q, k, v = self.heads()
         if layer.q_norm is not None:
             yield "norms", layer.normalised, [q, k]
             with torch.no_grad():
@@ -81,7 +81,7 @@ class Call:
         with torch.no_grad():
             heads = self.attend(q, k, v).transpose(1, 2).flatten(2)
         if layer.gate_proj is not None:
-            yield "gate_proj", layer.gate_proj, [x]
+            yield "gate_proj", layer.gate_proj, [self.x]
         yield "out_proj", layer.out_proj, [heads]
 
     def _projection(self, sources: dict[str, Tensor]) -> tuple[Callable[..., Any], list[Tensor]]:
@@ -93,11 +93,15 @@ class Call:
 
         return project, different
 
+    def heads(self) -> Sequence[Tensor]:
+        """q, k and v."""
+        return self.layer.project(self.x, self.key, self.value, (None, None))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The heads' outputs (B, H, L, V)."""
         layer = self.layer
         plane = Plane(tuple(q.shape[:1]), layer.num_heads, q.shape[-2], k.shape[-2], q.device)
-        mask, bias = layer.joined(self.mask, self.bias, plane, None, None, self.context is None)
+        mask, bias = layer.joined(self.mask, self.bias, plane, None, None, self.key is self.x)
         options = {"bias": bias, "scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
         scores = {name: option for name, option in options.items() if option is not None}
         return layer.attend(q, k, v, mask, None, layer.dropout if self.training else 0.0, scores)[0]
@@ -110,8 +114,10 @@ def measure(call: Call, kernel: str) -> Measured:
     devices = [device] if device.type not in ("cpu", "meta") else []
     with torch.random.fork_rng(devices), _mode(call.layer, call.training), torch.set_grad_enabled(call.training):
         if call.training:
-            call = replace(call, x=_leaf(call.x), context=None if call.context is None else _leaf(call.context))
-        wanted = [t for t in (call.x, call.context, *call.layer.parameters()) if t is not None and t.requires_grad]
+            leaves = {id(t): _leaf(t) for t in (call.x, call.key, call.value)}
+            call = replace(call, x=leaves[id(call.x)], key=leaves[id(call.key)], value=leaves[id(call.value)])
+        inputs = list({id(t): t for t in (call.x, call.key, call.value)}.values())
+        wanted = [t for t in (*inputs, *call.layer.parameters()) if t.requires_grad]
         there_and_back = _with_backward(call.run, wanted)
         seconds, runs = fastest(there_and_back, device, 0.5)
         steps = {}
@@ -120,15 +126,10 @@ def measure(call: Call, kernel: str) -> Measured:
                 of = [_leaf(t) for t in given] if call.training else given
                 learned = [p for p in call.layer.parameters() if p.requires_grad]
                 steps[name], _ = fastest(_with_backward(partial(run, *of), [*of, *learned]), device, 0.2)
-        heads = _heads(call)
+        heads = call.heads()
         attention = call.run if kernel == whole.NAME else lambda: call.attend(*heads)
         operation, share = _seen(attention, device, whole.OPERATION if kernel == whole.NAME else None)
         return Measured(seconds, runs, steps, operation, share, _peak(there_and_back, device))
-
-
-def _heads(call: Call) -> Sequence[Tensor]:
-    source = call.x if call.context is None else call.context
-    return call.layer.project(call.x, source, source, (None, None))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
