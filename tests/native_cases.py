@@ -11,8 +11,12 @@ are held to a bound from the numbers of the case instead (`check`), some of them
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -352,3 +356,17 @@ def check_dropout() -> None:
             for found in weights(q, k, seed=number, dropout=p):
                 assert torch.equal(found != 0, mask != 0)
                 torch.testing.assert_close(found, whole * mask, rtol=3e-6, atol=0)
+
+
+def run_with(isa: str, code: str) -> None:
+    """Run code that ends by printing `library.isa()`, which is chosen once for a process, in one of its own."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "MULTIHEAD_ISA": isa, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.stdout.strip() == isa, run.stderr[-3000:]

@@ -3,11 +3,6 @@ every run and for any number of threads."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -61,16 +56,7 @@ print(library.isa())
 @pytest.mark.parametrize("isa", OTHERS)
 def test_every_instruction_set(isa):
     """What is chosen once for a process is told to others."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IN_ANOTHER_PROCESS],
-        env={**os.environ, "MULTIHEAD_ISA": isa, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.stdout.strip() == isa, run.stderr[-3000:]
+    native_cases.run_with(isa, IN_ANOTHER_PROCESS)
 
 
 # The same bits --------------------------------------------------------------------------------------------------------

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import multihead as mh
+import native_cases
 from multihead import Record
 from multihead.inspection import statistics
 from multihead.kernels import library, native
@@ -67,16 +63,7 @@ print(library.isa())
 @pytest.mark.parametrize("isa", [isa for isa in library.isas() if isa != library.isa()])
 def test_every_instruction_set(isa):
     """What is chosen once for a process is told to others."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IN_ANOTHER_PROCESS],
-        env={**os.environ, "MULTIHEAD_ISA": isa, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.stdout.strip() == isa, run.stderr[-3000:]
+    native_cases.run_with(isa, IN_ANOTHER_PROCESS)
 
 
 def test_what_is_not_asked_for_is_not_made(monkeypatch):

@@ -263,9 +263,9 @@ class Record(ExactWeights):
 
     def _is_coarse(self, lse: Tensor) -> bool:
         """Whether weights made of it would be off by more than some 1e-5, as it is rounded where scores are large."""
-        numbers = lse[lse.isfinite()]
         kind = lse.dtype if self._lse is None else self._lse.dtype
-        return bool(numbers.numel()) and float(numbers.abs().max()) * torch.finfo(kind).eps > _COARSE
+        most = lse.masked_fill(lse == -math.inf, 0.0).abs().amax() if lse.numel() else 0.0
+        return float(most) * torch.finfo(kind).eps > _COARSE
 
     def _denominators(self) -> Tensor:
         """The lse, (B, H, L), NaN for queries that see nothing; made by one call of `attention` if it is not known."""
