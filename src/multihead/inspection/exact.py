@@ -12,7 +12,7 @@ from multihead import reference
 from multihead.attention import check_sinks
 from multihead.errors import bad_type, bad_value, check_size, describe
 from multihead.inspection.picking import chosen, index, listed, spans
-from multihead.inspection.walk import rows_at_once, walk
+from multihead.inspection.walk import row_of, rows_at_once, walk
 from multihead.masks import Mask
 from multihead.positions import Position
 from multihead.request import Request, make_request
@@ -239,8 +239,12 @@ class ExactWeights:
 
     def _rows(self, rows: slice) -> Tensor:
         """(*batch, H, rows, S) of neighbouring queries."""
-        (block,) = walk(self._request, self._sinks, rows.stop - rows.start, rows)
-        return self._whole(block.weights, block.columns, self._request.sizes.S)
+        if rows.stop - rows.start == 1:
+            weights, columns = row_of(self._request, self._sinks, rows.start)
+        else:
+            (block,) = walk(self._request, self._sinks, rows.stop - rows.start, rows)
+            weights, columns = block.weights, block.columns
+        return self._whole(weights, columns, self._request.sizes.S)
 
     def _whole(self, weights: Tensor, columns: slice, S: int) -> Tensor:
         if columns.start or columns.stop < S:

@@ -14,7 +14,7 @@ from multihead.attention import attention
 from multihead.errors import bad_type, bad_value, check_size, describe, is_number
 from multihead.inspection import statistics
 from multihead.inspection.exact import ExactWeights
-from multihead.inspection.picking import chosen, listed, spans
+from multihead.inspection.picking import chosen, spans
 from multihead.inspection.walk import keys_of, rows_at_once, walk
 from multihead.kernels import native
 from multihead.packages import has
@@ -161,18 +161,17 @@ class Record(ExactWeights):
         if isinstance(keys, Tensor) and keys.dtype == torch.bool:
             if keys.shape != (S,):
                 raise bad_value("keys", f"bools (S,) with S={S}", describe(keys))
-            among = keys.to(self._request.q.device)
-        else:
+            keys = keys.nonzero()[:, 0]
+        some = sorted({*chosen("keys", keys, S)})  # each once
+        lse = self._denominators() if 0 < _MANY * len(some) <= S else None
+        if lse is None or self._is_coarse(lse):
             among = torch.zeros(S, dtype=torch.bool, device=self._request.q.device)
-            among[chosen("keys", listed(keys), S)] = True
-        few = among.nonzero()[:, 0].tolist()
-        if _MANY * len(few) > S or self._is_coarse(self._denominators()):
+            among[some] = True
             return self._tensor(lambda request: statistics.Mass(request, among))
         # Of few keys alone: their weights are exp(score - lse).
-        total = self._denominators().new_zeros(self._request.q.shape[:3])
-        for span in spans(few, S):
-            total += keys_of(self._request, span, self._denominators()).sum(-1)
-        return self._shaped(total)
+        parts = [keys_of(self._request, span, lse) for span in spans(some, S)]
+        parts = [part[..., 0] if part.shape[-1] == 1 else part.sum(-1) for part in parts]
+        return self._shaped(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
 
     def distance(self, coords: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
         """How far each query looks on average, sum_j p_ij d(i, j), (*batch, H, L). d is |i - j| in positions, or the
@@ -264,8 +263,10 @@ class Record(ExactWeights):
     def _is_coarse(self, lse: Tensor) -> bool:
         """Whether weights made of it would be off by more than some 1e-5, as it is rounded where scores are large."""
         kind = lse.dtype if self._lse is None else self._lse.dtype
-        most = lse.masked_fill(lse == -math.inf, 0.0).abs().amax() if lse.numel() else 0.0
-        return float(most) * torch.finfo(kind).eps > _COARSE
+        least, most = map(float, lse.aminmax()) if lse.numel() else (0.0, 0.0)
+        if least == -math.inf:  # a query that sees nothing
+            least = float(lse.masked_fill(lse == -math.inf, math.inf).amin())
+        return max(-least, most) * torch.finfo(kind).eps > _COARSE
 
     def _denominators(self) -> Tensor:
         """The lse, (B, H, L), NaN for queries that see nothing; made by one call of `attention` if it is not known."""

@@ -79,6 +79,24 @@ def walk(request: Request, sinks: Tensor | None, size: int, rows: slice = slice(
             yield _block(request, sinks, slice(start, min(start + size, stop)), keys)
 
 
+@torch.no_grad()
+def row_of(request: Request, sinks: Tensor | None, i: int) -> tuple[Tensor, slice]:
+    """One query's weights (B, H, 1, c), and which keys these are: the c from the first to the last that it may see. As
+    `walk` gives them, in fewer operations."""
+    rows, wide = slice(i, i + 1), torch.promote_types(request.q.dtype, torch.float32)
+    with torch.autocast(request.q.device.type, enabled=False):
+        columns, seen = _columns(request, rows)
+        keys = request.k[:, :, columns].to(wide).transpose(-1, -2)
+        scores, visible = _scores(request, rows, columns, keys, seen)
+        weights = scores.softmax(-1)
+        if visible is not None and columns.stop > columns.start:
+            weights = weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
+        if sinks is not None:
+            lse = scores.logsumexp(-1, keepdim=True)
+            weights = weights * (lse - torch.logaddexp(lse, sinks.to(wide)[:, None, None])).exp()
+        return weights, columns
+
+
 def _block(request: Request, sinks: Tensor | None, rows: slice, keys: Tensor) -> Block:
     columns, seen = _columns(request, rows)
     scores, visible = _scores(request, rows, columns, keys[..., columns], seen)
@@ -127,7 +145,7 @@ def keys_of(request: Request, columns: slice, lse: Tensor) -> Tensor:
         keys = request.k[:, :, columns].to(lse.dtype).transpose(-1, -2)
         rows = slice(0, request.sizes.L)
         scores, _ = _scores(request, rows, columns, keys, request.visible(rows, columns))
-        return (scores - lse.masked_fill(lse == -math.inf, math.nan)[..., None]).exp()
+        return (scores - lse[..., None]).exp()  # -inf less -inf is NaN
 
 
 def _columns(request: Request, rows: slice) -> tuple[slice, Tensor | None]:
