@@ -104,9 +104,10 @@ def test_layers_and_places_that_are_not_plain():
 @pytest.mark.usefixtures("once")
 def test_the_operation_is_the_one_that_ran(native):
     for options, given, operation in (
-        ({"mask": mh.causal()}, {"training": True}, "multihead::forward" if native else None),
-        ({"mask": mh.causal()}, {"length": 200}, "multihead::forward" if native else FLASH),
-        ({"dtype": torch.float64}, {"length": 200}, FLASH),
+        # Long enough to take more time than an interruption of what is beside it.
+        ({"mask": mh.causal()}, {"length": 900, "training": True}, "multihead::forward" if native else None),
+        ({"mask": mh.causal()}, {"length": 900}, "multihead::forward" if native else FLASH),
+        ({"dtype": torch.float64}, {"length": 900}, FLASH),
         ({}, {"length": 20}, "aten::_native_multi_head_attention"),
     ):
         found = mh.explain(mh.Attention(E, H, **options).eval(), measure=True, **given).measured
