@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import multihead as mh
+from multihead.inspection.statistics import BY_NAME
 from pairs import Run, measure, show
 
 H, D = 8, 64
@@ -31,6 +32,7 @@ def statistics(T: int, seconds: float, threads: int) -> None:
 
     asked = {
         ", ".join(STATISTICS): lambda: record().compute(*STATISTICS),
+        "the same by blocks": lambda: record().gather({name: BY_NAME[name] for name in STATISTICS}),
         "row(-1)": lambda: record().row(-1),
         "mass(0), lse known": lambda: record().mass(0),
     }

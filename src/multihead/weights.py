@@ -111,7 +111,6 @@ def attention_with_weights(
         shape = (*batch, sizes.L, sizes.S) if look.average else (*batch, sizes.H, sizes.L, sizes.S)
         lazy = look.lazy and _may_wait(request)
         wide = torch.promote_types(request.q.dtype, torch.float32)
-        request = _own(request) if lazy else request
         plan = Plan(look.average, shape, request.q.dtype if lazy else wide, lazy)
         out, weights = (None, None) if sinks is not None else _together(request, plan)
         if out is None:
@@ -124,7 +123,7 @@ def attention_with_weights(
             out = out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
         if weights is None:
             alone = _without_values(q, k, mask, bias, scale, softcap, q_positions, k_positions)
-            weights = _later(_own(alone), plan, sinks) if lazy else _now(alone, plan, sinks)
+            weights = (_later if lazy else _now)(alone, plan, sinks)
     # What is computed later has its shape, and asking for it takes longer than all of this.
     return out, weights if lazy or weights.shape == shape else weights.reshape(shape)
 
@@ -164,6 +163,7 @@ def _now(request: Request, plan: Plan, sinks: Tensor | None) -> Tensor:
 
 def _later(request: Request, plan: Plan, sinks: Tensor | None) -> Tensor:
     """The weights of a request, at their first use."""
+    request = _own(request)
     q, k, bias = request.q, request.k, request.bias if isinstance(request.bias, Tensor) else None
     kept = request.with_tensors(q.detach(), k.detach(), k[..., :1].detach(), request.bias)
     logits = None if sinks is None else sinks.detach().clone()  # an optimizer changes them
@@ -188,7 +188,7 @@ def _weights(request: Request, sinks: Tensor | None) -> Tensor:
 def _together(request: Request, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
     """out (B, H, L, V) and the weights as planned; None for what has to be made apart."""
     if not recording() and not native.refusals(request):
-        return native.attend_with_weights(request, plan)
+        return native.attend_with_weights(_own(request) if plan.lazy else request, plan)
     if not plan.average or plan.lazy:
         return None, None
     # With dropout only where `attention` takes it too: asking for weights may not change what is drawn.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,8 +99,8 @@ def explain(
     if measure:
         if min(B, L, S) < 1:
             raise bad_value("measure", "sizes of at least 1 to run", f"batch={B}, length={L}, source_length={S}")
-        call = _call(subject, layer, (B, L, source_length), mask, bias, training, where, kind)
         with torch.inference_mode(False):
+            call = _call(subject, layer, (B, L, source_length), mask, bias, training, where, kind)
             machine, measured = calibrate(where, kind), run_measured(call, kernel)
     return Explanation(
         subject=f"{type(layer).__name__}({layer.extra_repr()})",
@@ -172,6 +172,19 @@ def _sources(layer: AttentionLayer, is_self: bool) -> tuple[str, str, str]:
     return ("x", "context", "context") if layer.kdim == layer.vdim else ("x", "key", "value")
 
 
+def _products(layer: AttentionLayer, L: int, S: int, is_self: bool) -> Iterator[tuple[str, str, str, int, int, int]]:
+    """The products of the projections: (name, which of "qkv", of what, tokens, width, width of what is made)."""
+    names = _sources(layer, is_self)
+    sources = {"q": (names[0], L, layer.embed_dim), "k": (names[1], S, layer.kdim), "v": (names[2], S, layer.vdim)}
+    for name, parts, rows, _ in layer.products(*names):
+        yield name, parts, *sources[parts[0]], rows.stop - rows.start
+
+
+def _own_bias(layer: AttentionLayer) -> Position | None:
+    """The layer's position, if it acts on the scores."""
+    return layer.position if layer.position is not None and layer.position.biases else None
+
+
 def _inputs(layer: AttentionLayer, B: int, L: int, S: int | None) -> str:
     """Their shapes, as the layer takes them."""
 
@@ -211,11 +224,10 @@ def _call(
         kind = torch.promote_types(dtype, torch.float32)
         return torch.randn(B, tokens, width, generator=generator, device="cpu", dtype=kind).to(device, dtype)
 
-    with torch.inference_mode(False):
-        x = draw(L, layer.embed_dim)
-        key = x if S is None else draw(S, layer.kdim)
-        value = key if layer.kdim == layer.vdim else draw(key.shape[1], layer.vdim)
-        return Call(layer, x, key, value, mask, bias, training)
+    x = draw(L, layer.embed_dim)
+    key = x if S is None else draw(S, layer.kdim)
+    value = key if layer.kdim == layer.vdim else draw(key.shape[1], layer.vdim)
+    return Call(layer, x, key, value, mask, bias, training)
 
 
 def _request(
@@ -234,7 +246,7 @@ def _request(
     hollow = torch.empty((), device=device, dtype=dtype, requires_grad=training)
     q, k, v = hollow.expand(B, H, L, D), hollow.expand(B, K, S, D), hollow.expand(B, K, S, V)
     plane = Plane((B,), H, L, S, device)
-    own = layer.position if layer.position is not None and layer.position.biases else None
+    own = _own_bias(layer)
     joined: Tensor | Position | None
     if isinstance(own, nn.Module) or isinstance(bias, nn.Module) or (own is not None and bias is not None):
         learns = any(_learns(part) for part in (own, bias))
@@ -258,7 +270,7 @@ def _learns(bias: Tensor | Position | None) -> bool:
 
 def _bias_tables(layer: AttentionLayer, bias: Tensor | Position | None, L: int, S: int) -> list[Table]:
     """Those that are made before a kernel is asked: of what is learned, and of two biases."""
-    own = layer.position if layer.position is not None and layer.position.biases else None
+    own = _own_bias(layer)
     each = f"{layer.num_heads} x {L} x {S}"
     size = layer.num_heads * L * S * BIAS_BYTES
     found = []
@@ -278,14 +290,9 @@ def _bias_tables(layer: AttentionLayer, bias: Tensor | Position | None, L: int, 
 
 def _steps(layer: AttentionLayer, B: int, L: int, S: int, is_self: bool, kernel: str) -> list[tuple[str, str]]:
     H, K, D, V = layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim
-    names = _sources(layer, is_self)
-    sources = dict(
-        zip("qkv", zip(names, (L, S, S), (layer.embed_dim, layer.kdim, layer.vdim), strict=True), strict=True)
-    )
     steps: list[tuple[str, str]] = []
-    for name, parts, rows, _ in layer.products(*names):
-        text, tokens, width = sources[parts[0]]
-        steps.append((name, f"{text} {(B, tokens, width)} -> {', '.join(parts)} {(B, tokens, rows.stop - rows.start)}"))
+    for name, parts, source, tokens, width, out in _products(layer, L, S, is_self):
+        steps.append((name, f"{source} {(B, tokens, width)} -> {', '.join(parts)} {(B, tokens, out)}"))
     steps.append(("heads", f"q {(B, H, L, D)}, k {(B, K, S, D)}, v {(B, K, S, V)}"))
     if layer.q_norm is not None:
         steps.append(("norms", f"q {(B, H, L, D)}, k {(B, K, S, D)}"))
@@ -306,7 +313,6 @@ def _costs(
     """By step, those that cost next to nothing left out."""
     B, H, K, L, S, D, _ = request.sizes
     joined, is_complex = H * layer.value_dim, layer.head_dim != D  # a request has complex numbers as two real ones
-    sources = {"q": (L, layer.embed_dim), "k": (S, layer.kdim), "v": (S, layer.vdim)}
     costs: dict[str, Cost] = {}
 
     def projection(name: str, tokens: int, width: int, out: int) -> Cost:
@@ -315,10 +321,8 @@ def _costs(
         learns = any(p.requires_grad for p in module.parameters())
         return of_projection(B * tokens, width, out, itemsize, training, learns, is_complex)
 
-    for name, parts, rows, _ in layer.products(*_sources(layer, is_self)):
-        tokens, width = sources[parts[0]]
-        cost = projection(name, tokens, width, rows.stop - rows.start)
-        costs[name] = costs.get(name, Cost(0, 0)) + cost
+    for name, _, _, tokens, width, out in _products(layer, L, S, is_self):
+        costs[name] = costs.get(name, Cost(0, 0)) + projection(name, tokens, width, out)
     turned = B * (H * L + K * S) * D
     if layer.q_norm is not None:
         costs["norms"] = of_rows(turned, itemsize, training)

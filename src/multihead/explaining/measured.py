@@ -86,10 +86,10 @@ class Call:
 
     def _projection(self, sources: dict[str, Tensor]) -> tuple[Callable[..., Any], list[Tensor]]:
         different = list(dict.fromkeys(sources.values()))  # one tensor for several parts is one product
-        places = {part: next(i for i, t in enumerate(different) if t is source) for part, source in sources.items()}
 
         def project(*given: Tensor) -> Sequence[Tensor]:
-            return self.layer.project_some({part: given[place] for part, place in places.items()}, (None, None))
+            instead = dict(zip(different, given, strict=True))
+            return self.layer.project_some({part: instead[source] for part, source in sources.items()}, (None, None))
 
         return project, different
 

@@ -51,14 +51,10 @@ class ExactWeights:
             )  # fmt: skip
         if sinks is not None:
             check_sinks(sinks, q)
-        for argument, axes, given in (("lse", "(*batch, H, L)", lse), ("out", "(*batch, H, L, V)", out)):
-            of = tuple(q.shape[:-1]) if argument == "lse" else (*q.shape[:-1], None if v is None else v.shape[-1])
-            if given is None or (argument == "out" and join is not None):
-                continue
-            if not isinstance(given, Tensor) or not given.is_floating_point():
-                raise bad_type(argument, f"a floating point tensor {axes}", given)
-            if tuple(given.shape) != of and None not in of:
-                raise bad_value(argument, f"the shape {axes} = {of}", describe(given))
+        if lse is not None:
+            _check_floats("lse", "(*batch, H, L)", lse, q.shape[:-1])
+        if out is not None and v is not None and join is None:
+            _check_floats("out", "(*batch, H, L, V)", out, (*q.shape[:-1], v.shape[-1]))
         self.q, self.k, self.v, self.out, self.name, self.dropout = q, k, v, out, name, dropout
         self._sinks, self._join, self._lse = sinks, join, lse
         self._batch = tuple(q.shape[:-3])
@@ -255,6 +251,13 @@ class ExactWeights:
         if isinstance(found, tuple):
             return tuple(map(self._shaped, found))
         return found.reshape(*self._batch, *found.shape[1:])
+
+
+def _check_floats(name: str, axes: str, tensor: object, shape: Sequence[int]) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise bad_type(name, f"a floating point tensor {axes}", tensor)
+    if tuple(tensor.shape) != tuple(shape):
+        raise bad_value(name, f"the shape {axes} = {tuple(shape)}", describe(tensor))
 
 
 def _largest(apart: Tensor) -> float:

@@ -269,7 +269,7 @@ class Record(ExactWeights):
         return max(-least, most) * torch.finfo(kind).eps > _COARSE
 
     def _denominators(self) -> Tensor:
-        """The lse, (B, H, L), NaN for queries that see nothing; made by one call of `attention` if it is not known."""
+        """The lse, (B, H, L), -inf for queries that see nothing; made by one call of `attention` if it is not known."""
         request = self._request
         if self._lse is None:
             with torch.no_grad():

@@ -66,15 +66,16 @@ def fragment(records: Mapping[str, Record], tokens: Sequence[str] | None, *, fig
         lengths = " or ".join(dict.fromkeys(str(size) for record in records.values() for size in record.shape[-2:]))
         raise bad_value("tokens", f"a name for each of {lengths} tokens", f"{len(tokens)} of them")
     summary = summarize(records)
-    overviews = [_png(pictures.plot_overview(summary, column)) for column in _OVERVIEWS] if figures else []
-    shown = "".join(_image(png, f"{name} of each head") for png, name in zip(overviews, _OVERVIEWS))  # noqa: B905
+    columns = _OVERVIEWS if figures else ()
+    overviews = {column: _png(pictures.plot_overview(summary, column)) for column in columns}
+    shown = "".join(_image(png, f"{column} of each head") for column, png in overviews.items())
     parts = [
         f"<p class=note>{_shapes(records)}</p>",
         f"<h2>Heads</h2><div class=row>{shown}</div>",
         f"<details{'' if figures else ' open'}><summary>All numbers</summary>{_table(summary)}</details>",
         f"<h2>Maps</h2><p>{_READING} {_scale()}</p>",
     ]
-    budget = _MOST_BYTES - sum(map(len, overviews))
+    budget = _MOST_BYTES - sum(map(len, overviews.values()))
     share = budget // len(records)
     left_out = []
     for i, (name, record) in enumerate(records.items()):
